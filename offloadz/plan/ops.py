@@ -1,0 +1,84 @@
+"""A training step as data: small ops over named places, with a text form.
+
+An `Op` says on which lane it runs, what it does, for which unit, and which places it reads and writes.  Before `passes`
+a place is a value on a tier (`w3@host`); after it, a home (`w3.0@disk`) or a numbered slot (`host.w#1`).  Every order
+that matters between two ops follows from the places they share; nothing else orders them.
+
+Kinds of values: `w` weights, `p` a part of the weights on its way through an update, `s` a part of the optimizer state,
+`g` gradients, `h` a part of a gradient on its way into an update, `x` the saved input of a seat.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+LANES = ("device", "h2d", "d2h", "cpu", "disk_read", "disk_write", "net")
+"""In-order queues.  `device` is the computation itself: a walk pauses there until the model's own code arrives."""
+
+
+@dataclass(frozen=True)
+class Op:
+    """One small piece of work.  `after` are indices of earlier ops; `enters` are places first met in this program."""
+
+    lane: str
+    verb: str
+    phase: str
+    """forward | backward | finish | update: which part of the step an interrupted walk may still have to complete."""
+    reads: tuple[str, ...] = ()
+    writes: tuple[str, ...] = ()
+    seat: int = -1
+    unit: int = -1
+    part: int = -1
+    call: int = -1
+    micro: int = -1
+    nbytes: int = 0
+    """Bytes moved (transfers) or elements touched (device, cpu): what the op costs on its lane."""
+    after: tuple[int, ...] = ()
+    enters: tuple[str, ...] = ()
+
+    def text(self) -> str:
+        """One line: `lane verb phase seat/unit/part/call/micro nbytes reads -> writes after ... enters ...`."""
+        where = "/".join(str(v) for v in (self.seat, self.unit, self.part, self.call, self.micro))
+        line = f"{self.lane:<10} {self.verb:<9} {self.phase:<8} {where:<14} {self.nbytes:>11} "
+        line += f"{','.join(self.reads) or '-'} -> {','.join(self.writes) or '-'}"
+        line += f" after {','.join(map(str, self.after))}" if self.after else ""
+        return line + (f" enters {','.join(self.enters)}" if self.enters else "")
+
+    @staticmethod
+    def parse(line: str) -> Op:
+        """The op of a line made by `text`; raises ValueError naming a line that is none."""
+        words = line.split()
+        if len(words) < 8 or words[6] != "->":
+            raise ValueError(f"not an op: {line!r}; needed: lane verb phase s/u/p/c/m bytes reads -> writes")
+        seat, unit, part, call, micro = map(int, words[3].split("/"))
+        tail = dict(zip(words[8::2], words[9::2], strict=True))
+        names = lambda text: tuple(text.split(",")) if text not in ("", "-") else ()  # noqa: E731
+        return Op(
+            words[0], words[1], words[2], names(words[5]), names(words[7]), seat, unit, part, call, micro, int(words[4]),
+            tuple(map(int, names(tail.get("after", "")))), names(tail.get("enters", "")),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Program:
+    """Ops in submission order, with the number of slots of each pool they were placed in."""
+
+    ops: tuple[Op, ...]
+    slots: dict[str, int] = field(default_factory=dict)
+
+    def text(self, failed: int = -1) -> str:
+        """The whole program, a numbered line per op; `failed` marks the line at which a run stopped."""
+        mark = ["<-- failed here" if i == failed else "" for i in range(len(self.ops))]
+        return "\n".join(f"{i:>5} {op.text()} {mark[i]}".rstrip() for i, op in enumerate(self.ops))
+
+    @staticmethod
+    def parse(text: str) -> Program:
+        return Program(tuple(Op.parse(line.strip().split(None, 1)[1]) for line in text.splitlines() if line.strip()))
+
+    def __len__(self) -> int:
+        return len(self.ops)
+
+
+def renamed(op: Op, reads: tuple[str, ...], writes: tuple[str, ...]) -> Op:
+    """`op` over other places."""
+    return replace(op, reads=reads, writes=writes)

@@ -1,0 +1,118 @@
+"""Where each kind of value lives, the way it takes to where it is used, and how large every pool is.
+
+The same functions answer the plan (how many bytes per tier) and the session (which buffers to make), so the two cannot
+disagree.  Tiers: `disk`, `host`, `device` (kept there between steps) and `compute` (the slot a block computes from).
+Where two tiers are the same memory in the same dtype the step between them is left out of the route; on a CPU with
+fp32 weights a block computes straight from the buffer the drive wrote into.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from offloadz.plan.spec import ITEM_BYTES, ModelSpec, aligned
+
+TIERS = ("device", "host", "disk")
+KINDS = ("parameters", "gradients", "optimizer", "activations")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The decisions that shape a program."""
+
+    parameters: str = "host"
+    gradients: str = "host"
+    optimizer: str = "host"
+    activations: str = "host"
+    slots: int = 2
+    """Slots of each pool: 1 runs everything in turn, 2 is double buffering."""
+    unified: bool = True
+    """Host and device are the same memory (the compute device is the CPU)."""
+    compute: str = "float32"
+    """Dtype the blocks compute in."""
+    storage: str = "float32"
+    """Dtype of the working weights at rest."""
+    accumulate: bool = False
+    """Several backward passes add to a gradient before it is rounded (sweeps, several `run.backward`)."""
+
+    @property
+    def widens(self) -> bool:
+        return self.compute != self.storage
+
+    @property
+    def weight_route(self) -> tuple[str, ...]:
+        """Tiers from the home of the weights to where a block computes from them."""
+        route = {"disk": ("disk", "host"), "host": ("host",), "device": ("device",)}[self.parameters]
+        direct = not self.widens and (self.unified or self.parameters == "device")
+        return route if direct else (*route, "compute")
+
+    @property
+    def part_route(self) -> tuple[str, ...]:
+        """Tiers from the home of the weights to where the CPU updates them."""
+        return self._to_host(self.parameters)
+
+    @property
+    def state_route(self) -> tuple[str, ...]:
+        return self._to_host(self.optimizer)
+
+    @property
+    def grad_route(self) -> tuple[str, ...]:
+        """Tiers from the gradient slot to the home of the gradients."""
+        return {"disk": ("compute", "host", "disk"), "host": ("compute", "host"), "device": ("compute", "device")}[self.gradients]
+
+    @property
+    def grad_part_route(self) -> tuple[str, ...]:
+        return self._to_host(self.gradients)
+
+    @property
+    def saved_route(self) -> tuple[str, ...]:
+        """Tiers from a live activation to its home; a single tier means it is kept as it is."""
+        return {"disk": ("compute", "host", "disk"), "host": ("compute", "host"), "device": ("compute",)}[self.activations]
+
+    def _to_host(self, home: str) -> tuple[str, ...]:
+        return {"disk": ("disk", "host"), "host": ("host",), "device": ("device",) if self.unified else ("device", "host")}[home]
+
+
+def slot_bytes(spec: ModelSpec, placement: Placement, saved_bytes: int = 0) -> dict[str, int]:
+    """Bytes of one slot of each pool the placement needs; pools are named `tier.kind`.  `saved_bytes`: the largest saved input."""
+    item = ITEM_BYTES[placement.compute]
+    parts = [u.parts[k] for u in spec.units for k in u.trained_parts]
+    pools: dict[str, int] = {}
+    if "host" in placement.weight_route[1:]:
+        pools["host.w"] = max(u.weight_bytes for u in spec.units)
+    if "compute" in placement.weight_route:
+        pools["compute.w"] = max(u.compute_bytes(item) for u in spec.units)
+    if not parts:
+        return pools
+    pools["compute.g"] = max(u.slope_bytes for u in spec.units)
+    if placement.gradients == "disk":
+        pools["host.g"] = max(u.grad_bytes(accumulates(spec, placement, i)) for i, u in enumerate(spec.units))
+    if "host" in placement.part_route[1:]:
+        pools["host.p"] = aligned(max(p.weight_bytes for p in parts))
+    if "host" in placement.state_route[1:]:
+        pools["host.s"] = aligned(max(p.state_bytes for p in parts))
+    if "host" in placement.grad_part_route[1:]:
+        pools["host.h"] = aligned(max(p.num_elements for p in parts) * 4)
+    if placement.activations == "disk":
+        pools["host.x"] = aligned(saved_bytes)
+    if placement.activations != "device" and not placement.unified:
+        pools["compute.x"] = aligned(saved_bytes)
+    return pools
+
+
+def accumulates(spec: ModelSpec, placement: Placement, unit: int) -> bool:
+    """Whether the stored gradient of a unit may have to hold an fp32 sum before its last term has come."""
+    return placement.accumulate or unit in spec.shared_units
+
+
+def home_bytes(spec: ModelSpec, placement: Placement) -> dict[str, dict[str, int]]:
+    """Bytes at rest per tier and kind (activations apart: they depend on the batch)."""
+    sizes = {
+        "parameters": sum(u.weight_bytes for u in spec.units),
+        "gradients": sum(u.grad_bytes(accumulates(spec, placement, i)) for i, u in enumerate(spec.units)),
+        "optimizer": sum(u.state_bytes for u in spec.units),
+    }
+    homes: dict[str, dict[str, int]] = {tier: {} for tier in TIERS}
+    for kind, nbytes in sizes.items():
+        homes[getattr(placement, kind)][kind] = nbytes
+    return homes

@@ -1,0 +1,236 @@
+"""The model as data: units of storage, seats of computation, and where each byte of a unit lies.
+
+A *unit* is what moves as one: a repeated block, a single module outside the blocks, or one vocabulary tile of a table.
+Inside a unit parameters lie one behind the other in flat *sections*, one per (storage dtype, trainable); a section is
+cut into *parts*, the pieces that an update reads and writes, so that no buffer needs to hold a whole unit's optimizer
+state.  A *seat* is a place in the user's model where computation happens (a stand-in sits there); it uses one unit, or
+for a table all its tiles.  Names of parameters occur here and in the files that read and write checkpoints, nowhere else.
+
+The trade-off: parts of 4 Mi elements cost one more operation per 40 MiB of state, and bound the buffers of a 13B block
+(317 M parameters, 3.2 GB of fp32 state) to 40 MiB a slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+PAGE_BYTES = 4096
+"""Alignment of every extent, slot and section: what direct I/O asks for."""
+
+PART_ELEMENTS = 1 << 22
+"""Elements an update moves at a time; a multiple of PAGE_BYTES elements so that parts stay aligned in every dtype."""
+
+ITEM_BYTES = {"bfloat16": 2, "float32": 4}
+
+
+def aligned(nbytes: int, to: int = PAGE_BYTES) -> int:
+    """`nbytes` rounded up to a multiple of `to`."""
+    return -(-nbytes // to) * to
+
+
+@dataclass(frozen=True)
+class Member:
+    """A logical tensor, or a range of its rows, inside a section."""
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    """First element within the section."""
+    first_row: int = 0
+    """First row of the logical tensor that this member holds (tiles of a table)."""
+
+    @property
+    def num_elements(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Section:
+    """A flat run of parameters of one storage dtype that are all trainable or all frozen."""
+
+    dtype: str
+    trainable: bool
+    members: tuple[Member, ...]
+
+    @cached_property
+    def num_elements(self) -> int:
+        return sum(m.num_elements for m in self.members)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Elements `start:stop` of one section of a unit: what one update op reads and writes."""
+
+    section: int
+    start: int
+    stop: int
+    dtype: str
+
+    @property
+    def num_elements(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.num_elements * ITEM_BYTES[self.dtype]
+
+    @property
+    def low_bytes(self) -> int:
+        """Bytes of the 16 low master bits, a multiple of 64; 0 where the weight itself is fp32."""
+        return aligned(self.num_elements * 2, 64) if self.dtype == "bfloat16" else 0
+
+    @property
+    def moment_bytes(self) -> int:
+        return aligned(self.num_elements * 4, 64)
+
+    @property
+    def state_bytes(self) -> int:
+        """Low master bits, then both fp32 moments."""
+        return self.low_bytes + 2 * self.moment_bytes
+
+
+@dataclass(frozen=True)
+class Unit:
+    """What moves as one, with the byte layout of its weights, gradients and optimizer state."""
+
+    name: str
+    kind: str
+    """block | module | tile"""
+    sections: tuple[Section, ...]
+
+    @cached_property
+    def num_elements(self) -> int:
+        return sum(s.num_elements for s in self.sections)
+
+    @cached_property
+    def num_trainable(self) -> int:
+        return sum(s.num_elements for s in self.sections if s.trainable)
+
+    @property
+    def trainable(self) -> bool:
+        return self.num_trainable > 0
+
+    @cached_property
+    def parts(self) -> tuple[Part, ...]:
+        """Every section cut into runs of at most PART_ELEMENTS, frozen ones too (they are loaded, never updated)."""
+        cuts = []
+        for index, section in enumerate(self.sections):
+            for start in range(0, section.num_elements, PART_ELEMENTS):
+                stop = min(start + PART_ELEMENTS, section.num_elements)
+                cuts.append(Part(index, start, stop, section.dtype))
+        return tuple(cuts)
+
+    @cached_property
+    def trained_parts(self) -> tuple[int, ...]:
+        return tuple(k for k, part in enumerate(self.parts) if self.sections[part.section].trainable)
+
+    @cached_property
+    def weight_offsets(self) -> tuple[int, ...]:
+        """Byte offset of each section in the unit's weight buffer."""
+        return _running(aligned(s.num_elements * ITEM_BYTES[s.dtype]) for s in self.sections)[:-1]
+
+    @cached_property
+    def weight_bytes(self) -> int:
+        return _running(aligned(s.num_elements * ITEM_BYTES[s.dtype]) for s in self.sections)[-1]
+
+    def part_weight_offset(self, part: Part) -> int:
+        """Byte offset of a part in the unit's weight buffer."""
+        return self.weight_offsets[part.section] + part.start * ITEM_BYTES[part.dtype]
+
+    def compute_offsets(self, item_bytes: int) -> tuple[int, ...]:
+        """Byte offset of each section in a compute slot whose elements have `item_bytes` (fp32 sections stay fp32)."""
+        return _running(self._compute_sizes(item_bytes))[:-1]
+
+    def compute_bytes(self, item_bytes: int) -> int:
+        return _running(self._compute_sizes(item_bytes))[-1]
+
+    def _compute_sizes(self, item_bytes: int) -> list[int]:
+        return [aligned(s.num_elements * max(item_bytes, ITEM_BYTES[s.dtype])) for s in self.sections]
+
+    @cached_property
+    def slope_offsets(self) -> tuple[int, ...]:
+        """Byte offset of each section in an fp32 gradient slot; frozen sections take no room."""
+        return _running(aligned(s.num_elements * 4) if s.trainable else 0 for s in self.sections)[:-1]
+
+    @cached_property
+    def slope_bytes(self) -> int:
+        return sum(aligned(s.num_elements * 4) for s in self.sections if s.trainable)
+
+    def grad_offsets(self, accumulate: bool) -> tuple[int, ...]:
+        """Byte offset of each part in the unit's stored gradient; frozen parts take no room."""
+        return _running(self._grad_sizes(accumulate))[:-1]
+
+    def grad_bytes(self, accumulate: bool) -> int:
+        """Bytes of the stored gradient: the weight's dtype, or fp32 where several backward passes add to it."""
+        return _running(self._grad_sizes(accumulate))[-1]
+
+    def _grad_sizes(self, accumulate: bool) -> list[int]:
+        return [
+            aligned(p.num_elements * (4 if accumulate else ITEM_BYTES[p.dtype])) if self.sections[p.section].trainable else 0
+            for p in self.parts
+        ]
+
+    @cached_property
+    def state_offsets(self) -> tuple[int, ...]:
+        return _running(self._state_sizes())[:-1]
+
+    @cached_property
+    def state_bytes(self) -> int:
+        return _running(self._state_sizes())[-1]
+
+    def _state_sizes(self) -> list[int]:
+        return [aligned(p.state_bytes) if self.sections[p.section].trainable else 0 for p in self.parts]
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A place in the user's model where a stand-in computes."""
+
+    name: str
+    kind: str
+    """table (looked up by ids) | block | module | head (a product with every tile)"""
+    units: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """All units and seats of a model, in the order in which a forward pass is expected to meet the seats."""
+
+    units: tuple[Unit, ...]
+    seats: tuple[Seat, ...]
+    dtype: str
+    """Storage dtype of the working weights: bfloat16 | float32."""
+    hidden_size: int = 0
+    intermediate_size: int = 0
+    vocab_size: int = 0
+    num_heads: int = 0
+
+    @property
+    def num_elements(self) -> int:
+        return sum(u.num_elements for u in self.units)
+
+    @cached_property
+    def first_trained_seat(self) -> int:
+        """Index of the lowest seat with something to train; nothing runs backward below it."""
+        for index, seat in enumerate(self.seats):
+            if any(self.units[u].trainable for u in seat.units):
+                return index
+        return len(self.seats)
+
+    @cached_property
+    def shared_units(self) -> frozenset[int]:
+        """Units that a table and a head both use (tied): their gradient has two sources."""
+        tables = {u for s in self.seats if s.kind == "table" for u in s.units}
+        others = {u for s in self.seats if s.kind != "table" for u in s.units}
+        return frozenset(tables & others)
+
+
+def _running(sizes: Iterable[int]) -> tuple[int, ...]:
+    """Running sums from 0; one longer than the input."""
+    out = [0]
+    for size in sizes:
+        out.append(out[-1] + size)
+    return tuple(out)
