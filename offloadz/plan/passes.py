@@ -1,0 +1,139 @@
+"""Four short passes that make a sequential program fast: slots, hoist, edges, checks.
+
+`place` gives every value that is not at home a slot, as a register allocator would; with two slots a pool is a double
+buffer, and nothing else in the project knows of prefetching.  `hoist` moves each op to just after the last computation
+it has to wait for, never past an earlier op of its own lane.  `link` turns shared places into edges.  `check` refuses a
+program in which an edge points forward.
+
+[Note: order is kept per lane] Without that rule all updates of a step, which wait for nothing but the norm, would queue
+on the drive before the weights of the third block, and the forward would wait for the last update.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from offloadz.plan.errors import DoesNotFit
+from offloadz.plan.ops import Op, Program, renamed
+from offloadz.plan.placement import Placement
+
+SLOT_KINDS = "wpsghx"
+
+
+def compiled(program: Program, placement: Placement) -> Program:
+    """All passes in order."""
+    placed = place(program, placement)
+    linked = link(hoist(placed))
+    check(linked)
+    return linked
+
+
+def pool_of(value: str, placement: Placement) -> str:
+    """The pool a value on a tier lives in, or "" if that place is its home: `w3@host` -> `host.w`."""
+    name, tier = value.split("@")
+    kind, part = name[0], "." in name
+    if tier == "disk" or tier == "device":
+        return ""
+    if tier == "compute" or kind in "ph":
+        return f"{tier}.{kind}"
+    homes = {"w": placement.parameters, "g": placement.gradients, "s": placement.optimizer, "x": placement.activations}
+    at_home = homes[kind] == tier
+    return "" if at_home and (part or kind == "x") else f"{tier}.{kind}"
+
+
+def place(program: Program, placement: Placement) -> Program:
+    """Values away from home get slots; raises DoesNotFit naming the pool when it is too small."""
+    lifetimes = last_uses(program, placement)
+    pools: dict[str, list[tuple[int, int]]] = {}
+    """Per pool, per slot: (index after which it is free, index at which it was last given)."""
+    where: dict[str, str] = {}
+    ops = []
+    for index, op in enumerate(program.ops):
+        reads = tuple(where.get(r, r) for r in op.reads)
+        for value in op.writes:
+            pool = pool_of(value, placement)
+            if pool and value not in op.reads:
+                slots = pools.setdefault(pool, [(-1, -1)] * placement.slots)
+                free = [i for i, (until, _) in enumerate(slots) if until < index]
+                if not free:
+                    raise DoesNotFit(f"pool {pool} has {placement.slots} slots and op {index} ({op.verb}) needs one more; raise offload.slots")
+                slot = min(free, key=lambda i: slots[i][1])
+                slots[slot] = (lifetimes[index, value], index)
+                where[value] = f"{pool}#{slot}"
+        ops.append(renamed(op, reads, tuple(where.get(w, w) for w in op.writes)))
+    return Program(tuple(ops), {pool: len(slots) for pool, slots in pools.items()})
+
+
+def last_uses(program: Program, placement: Placement) -> dict[tuple[int, str], int]:
+    """For each (op index, value) that defines a value away from home: the index of the last op that touches it."""
+    defined: dict[str, int] = {}
+    last: dict[tuple[int, str], int] = {}
+    for index, op in enumerate(program.ops):
+        for value in op.reads:
+            if value in defined:
+                last[defined[value], value] = index
+        for value in op.writes:
+            if value not in op.reads and pool_of(value, placement):
+                defined[value] = index
+                last[index, value] = index
+            elif value in defined:
+                last[defined[value], value] = index
+    return last
+
+
+def hoist(program: Program) -> Program:
+    """Each op right after the last `device` op that it (or an earlier op of its lane) has to wait for."""
+    level: list[int] = []
+    lanes: dict[str, int] = {}
+    for index, (op, waits) in enumerate(zip(program.ops, hazards(program), strict=True)):
+        own = max((level[w] for w in waits), default=-1)
+        own = index if op.lane == "device" else max(own, lanes.get(op.lane, -1))
+        lanes[op.lane] = own
+        level.append(own)
+    order = sorted(range(len(level)), key=lambda i: (level[i], program.ops[i].lane != "device", i))
+    return Program(tuple(program.ops[i] for i in order), program.slots)
+
+
+def link(program: Program) -> Program:
+    """Hazards as edges (`after`), and the places that this program is the first to touch (`enters`)."""
+    seen: set[str] = set()
+    ops = []
+    for op, waits in zip(program.ops, hazards(program), strict=True):
+        places = (*op.reads, *op.writes)
+        enters = tuple(dict.fromkeys(p for p in places if p not in seen))
+        seen.update(places)
+        ops.append(replace(op, after=tuple(sorted(waits)), enters=enters))
+    return Program(tuple(ops), program.slots)
+
+
+def hazards(program: Program) -> list[set[int]]:
+    """Per op the earlier ops it must follow: writers of what it reads, writers and readers of what it writes."""
+    writer: dict[str, int] = {}
+    readers: dict[str, list[int]] = {}
+    found = []
+    for index, op in enumerate(program.ops):
+        waits = {writer[r] for r in op.reads if r in writer}
+        for target in op.writes:
+            waits.update(readers.get(target, ()))
+            if target in writer:
+                waits.add(writer[target])
+        for source in op.reads:
+            readers.setdefault(source, []).append(index)
+        for target in op.writes:
+            writer[target], readers[target] = index, []
+        waits.discard(index)
+        found.append(waits)
+    return found
+
+
+def check(program: Program) -> None:
+    """Edges point backward, and a lane's ops that share a slot keep their order: else the passes are at fault."""
+    for index, op in enumerate(program.ops):
+        forward = [a for a in op.after if a >= index]
+        if forward:
+            raise RuntimeError(f"op {index} waits for op {forward[0]}:\n{program.text(index)}")
+
+
+def updates_only(ops: tuple[Op, ...]) -> list[int]:
+    """Indices of the ops that belong to updates: what a flush still has to run."""
+    return [i for i, op in enumerate(ops) if op.phase == "update"]

@@ -1,0 +1,271 @@
+"""A step as a sequential program: what has to happen, in an order that one thread could follow.
+
+A step is told as *phases*: turns of seats forward, turns backward, the end of the gradients, updates.  The builder knows
+nothing of time; `passes` makes the program fast.  One builder serves every mode (training, several backward passes,
+evaluation, what is left after a block came out of turn): they differ in the phases they are given.
+
+Updates stand in the order of need: those of a seat just before its next forward (hold, `design: exact clipping`), so
+they run under the forward of the seats before it.  That costs one gradient in the storage dtype per parameter, and buys
+exact clipping with the overlap kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from offloadz.plan.ops import Op, Program
+from offloadz.plan.placement import Placement, accumulates
+from offloadz.plan.spec import ITEM_BYTES, ModelSpec
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One call of one seat's forward, and later of its backward."""
+
+    seat: int
+    call: int
+    """Number of the call within the step: what saved inputs are kept under."""
+    micros: int = 1
+    graded: bool = True
+    """Whether a backward will come: then the input is saved."""
+
+
+@dataclass(frozen=True)
+class Forward:
+    turns: tuple[Turn, ...]
+
+
+@dataclass(frozen=True)
+class Backward:
+    turns: tuple[Turn, ...]
+    last: bool = True
+    """Nothing adds to these gradients afterwards (shared tables apart): they are rounded as they leave."""
+
+
+@dataclass(frozen=True)
+class Finish:
+    """The end of the gradients: rows of tables are added, open sums rounded, the norm decided."""
+
+    tables: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Updates:
+    """Updates by themselves (a flush)."""
+
+
+Phase = Forward | Backward | Finish | Updates
+
+
+def build(
+    spec: ModelSpec,
+    placement: Placement,
+    phases: tuple[Phase, ...],
+    pending: tuple[int, ...] = (),
+    summed: tuple[int, ...] = (),
+) -> Program:
+    """The sequential program of `phases`.
+
+    `pending`: units whose update is due from an earlier step.  `summed`: units whose stored gradient already holds an
+    open fp32 sum.  Places are values on tiers; run `passes.compiled` on the result.
+    """
+    script = Script(spec, placement, list(pending), dict.fromkeys(summed, "sum"))
+    for phase in phases:
+        if isinstance(phase, Forward):
+            for turn in phase.turns:
+                script.updates(spec.seats[turn.seat].units)
+                script.forward(turn)
+        elif isinstance(phase, Backward):
+            script.updates(tuple(script.pending))
+            for turn in phase.turns:
+                script.backward(turn, phase.last)
+        elif isinstance(phase, Finish):
+            script.updates(tuple(script.pending))
+            script.finish(phase.tables)
+        else:
+            script.updates(tuple(script.pending))
+    return Program(tuple(script.ops))
+
+
+HOPS = {
+    ("disk", "host"): ("disk_read", "load"),
+    ("host", "disk"): ("disk_write", "store"),
+    ("host", "compute"): ("h2d", "fetch"),
+    ("device", "compute"): ("h2d", "fetch"),
+    ("device", "host"): ("d2h", "lower"),
+    ("host", "device"): ("h2d", "raise"),
+    ("compute", "host"): ("d2h", "save"),
+    ("compute", "device"): ("d2h", "save"),
+}
+"""Lane and verb of each step of a route."""
+
+
+@dataclass
+class Script:
+    """The ops so far, and what is known about updates and gradients at this point of the order."""
+
+    spec: ModelSpec
+    placement: Placement
+    pending: list[int]
+    grads: dict[int, str]
+    """Per unit: `sum` while terms may still come, `done` once rounded."""
+    ops: list[Op] = field(default_factory=list)
+    phase: str = "forward"
+
+    def emit(self, lane: str, verb: str, **fields: object) -> None:
+        self.ops.append(Op(lane, verb, self.phase, **fields))  # type: ignore[arg-type]
+
+    def carry(self, kind: str, route: tuple[str, ...], unit: int, nbytes: int, part: int = -1) -> tuple[str, ...]:
+        """Bring a stored value along a route; returns the places to read it from."""
+        name = f"{kind}{unit}" if part < 0 else f"{kind}{unit}.{part}"
+        places = self.home(kind, unit, route[0], part)
+        for tier, onward in zip(route, route[1:], strict=False):
+            lane, verb = HOPS[tier, onward]
+            target = (f"{name}@{onward}",)
+            self.emit(lane, f"{verb}.{kind}", reads=places, writes=target, unit=unit, part=part, nbytes=nbytes)
+            places = target
+        return places
+
+    def home(self, kind: str, unit: int, tier: str, part: int = -1) -> tuple[str, ...]:
+        """Places of a value at rest: one per part, so that an update of one part holds up nobody else."""
+        stored = {"p": "w", "h": "g"}.get(kind, kind)
+        owner = self.spec.units[unit]
+        every = owner.trained_parts if stored in "gs" else range(len(owner.parts))
+        return tuple(f"{stored}{unit}.{k}@{tier}" for k in ([part] if part >= 0 else every))
+
+    def weights(self, unit: int) -> tuple[str, ...]:
+        return self.carry("w", self.placement.weight_route, unit, self.spec.units[unit].weight_bytes)
+
+    def forward(self, turn: Turn) -> None:
+        self.phase = "forward"
+        seat = self.spec.seats[turn.seat]
+        if seat.kind == "table":
+            tier = self.placement.parameters
+            places = tuple(p for u in seat.units for p in self.home("w", u, tier))
+            self.emit("device", "forward", reads=places, seat=turn.seat, call=turn.call)
+            return
+        for unit in seat.units:
+            places = self.weights(unit)
+            for micro in range(turn.micros):
+                self.compute("forward", turn, unit, micro, places, ())
+                if turn.graded and seat.kind != "head":
+                    self.keep(turn, unit, micro)
+
+    def compute(self, verb: str, turn: Turn, unit: int, micro: int, reads: tuple[str, ...], writes: tuple[str, ...]) -> None:
+        size = self.spec.units[unit].num_elements
+        self.emit(
+            "device", verb, reads=reads, writes=writes, seat=turn.seat, unit=unit, call=turn.call, micro=micro, nbytes=size
+        )  # fmt: skip
+
+    def keep(self, turn: Turn, unit: int, micro: int) -> None:
+        """Send the input of a micro-batch to its home."""
+        name, places = f"x{turn.call}.{micro}", ()
+        route = self.placement.saved_route
+        for tier, onward in zip(route, route[1:], strict=False):
+            lane, verb = HOPS[tier, onward]
+            target = (f"{name}@{onward}",)
+            self.emit(lane, f"{verb}.x", reads=places, writes=target, seat=turn.seat, unit=unit, call=turn.call, micro=micro)
+            places = target  # type: ignore[assignment]
+
+    def kept(self, turn: Turn, unit: int, micro: int) -> tuple[str, ...]:
+        """Bring the saved input back; returns the places to read it from."""
+        home = self.placement.saved_route[-1]
+        if home == "compute":
+            return ()
+        name, places = f"x{turn.call}.{micro}", (f"x{turn.call}.{micro}@{home}",)
+        route = ("disk", "host") if home == "disk" else ("host",)
+        route = route if self.placement.unified else (*route, "compute")
+        for tier, onward in zip(route, route[1:], strict=False):
+            lane, verb = HOPS[tier, onward]
+            target = (f"{name}@{onward}",)
+            self.emit(lane, f"{verb}.x", reads=places, writes=target, seat=turn.seat, unit=unit, call=turn.call, micro=micro)
+            places = target
+        return places
+
+    def backward(self, turn: Turn, last: bool) -> None:
+        self.phase = "backward"
+        seat = self.spec.seats[turn.seat]
+        if seat.kind == "table":
+            self.emit("device", "backward", seat=turn.seat, call=turn.call)
+            return
+        for unit in seat.units:
+            places = self.weights(unit)
+            slope = self.open_gradient(unit)
+            for micro in range(turn.micros):
+                saved = self.kept(turn, unit, micro) if seat.kind != "head" else ()
+                self.compute("backward", turn, unit, micro, (*places, *saved, *slope), slope)
+            self.close_gradient(unit, last and unit not in self.spec.shared_units)
+
+    def open_gradient(self, unit: int) -> tuple[str, ...]:
+        """A gradient slot that holds zeros or the sum so far."""
+        if not self.spec.units[unit].trainable:
+            return ()
+        slope = (f"g{unit}@compute",)
+        nbytes = self.spec.units[unit].slope_bytes
+        if self.grads.get(unit) == "sum":
+            self.carry("g", tuple(reversed(self.placement.grad_route)), unit, nbytes)
+        else:
+            self.emit("h2d", "zero.g", writes=slope, unit=unit, nbytes=nbytes)
+        return slope
+
+    def close_gradient(self, unit: int, last: bool) -> None:
+        """Send a gradient home: rounded once and measured if `last`, else as the fp32 sum it is."""
+        if not self.spec.units[unit].trainable:
+            return
+        route, places = self.placement.grad_route, (f"g{unit}@compute",)
+        for tier, onward in zip(route, route[1:], strict=False):
+            lane, verb = HOPS[tier, onward]
+            final = onward == route[-1]
+            target = self.home("g", unit, onward) if final else (f"g{unit}@{onward}",)
+            verb = f"{verb}.g" if tier != "compute" else ("drain.g" if last else "save.g")
+            verb += ".sum" if tier != "compute" and not last else ""
+            self.emit(lane, verb, reads=places, writes=target, unit=unit, nbytes=self.grad_bytes(unit, last))
+            places = target  # type: ignore[assignment]
+        self.grads[unit] = "done" if last else "sum"
+
+    def grad_bytes(self, unit: int, last: bool) -> int:
+        owner = self.spec.units[unit]
+        item = ITEM_BYTES[self.spec.dtype] if last else 4
+        return owner.num_trainable * item
+
+    def finish(self, tables: tuple[int, ...]) -> None:
+        self.phase = "finish"
+        for seat in tables:
+            for unit in self.spec.seats[seat].units:
+                if not self.spec.units[unit].trainable:
+                    continue
+                slope = self.open_gradient(unit)
+                self.compute("scatter", Turn(seat, -1), unit, -1, slope, slope)
+                self.close_gradient(unit, True)
+        for unit in sorted(u for u, state in self.grads.items() if state == "sum"):
+            self.open_gradient(unit)
+            self.close_gradient(unit, True)
+        places = tuple(p for u in self.grads for p in self.home("g", u, self.placement.gradients))
+        self.emit("device", "norm", reads=places)
+
+    def updates(self, units: tuple[int, ...]) -> None:
+        phase, self.phase = self.phase, "update"
+        for unit in units:
+            if unit in self.pending:
+                self.pending.remove(unit)
+                for part in self.spec.units[unit].trained_parts:
+                    self.update(unit, part)
+        self.phase = phase
+
+    def update(self, unit: int, part: int) -> None:
+        """Read a part's state, weights and gradient; update; write state and weights back."""
+        owner, routes = self.spec.units[unit].parts[part], self.placement
+        grad_bytes = owner.num_elements * (4 if accumulates(self.spec, routes, unit) else ITEM_BYTES[owner.dtype])
+        state = self.carry("s", routes.state_route, unit, owner.state_bytes, part)
+        weight = self.carry("p", routes.part_route, unit, owner.weight_bytes, part)
+        grad = self.carry("h", routes.grad_part_route, unit, grad_bytes, part)
+        both = (*state, *weight)
+        self.emit("cpu", "update", reads=(*grad, *both), writes=both, unit=unit, part=part, nbytes=owner.num_elements)
+        for kind, places, route, nbytes in (
+            ("s", state, routes.state_route, owner.state_bytes),
+            ("p", weight, routes.part_route, owner.weight_bytes),
+        ):
+            if len(route) > 1:
+                lane, verb = HOPS[route[1], route[0]]
+                target = self.home(kind, unit, route[0], part)
+                self.emit(lane, f"{verb}.{kind}", reads=places, writes=target, unit=unit, part=part, nbytes=nbytes)
