@@ -1,0 +1,174 @@
+"""The command line: eight verbs, each a few lines that call the room which does the work.
+
+Here are words, exit codes and how errors are told; nothing is computed.  Rooms are imported inside their verb, so
+`offloadz --help` needs neither torch nor a model (a quarter of a second).  Trade-off: a broken room shows only when
+its verb is called, which the tests of that room catch and this file cannot.
+"""
+
+import functools
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from offloadz.plan.errors import ConfigError, DoesNotFit
+
+app = typer.Typer(
+    name="offloadz",
+    help="Fine-tune all weights of a model that is larger than the device.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="The configuration.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[section.key=value ...]", help="Values that replace those of the file.", show_default=False),
+]
+SwapPaths = Annotated[list[str] | None, typer.Option("--swap", metavar="PATH", help="A swap directory; repeatable.")]
+
+
+def exit_status(error: BaseException) -> int:
+    """The exit status of the contract for an error that ended a verb."""
+    if isinstance(error, ConfigError):
+        return 2
+    if isinstance(error, DoesNotFit):
+        return 3
+    return 130 if isinstance(error, KeyboardInterrupt) else 1
+
+
+def told(error: BaseException) -> str:
+    """One short paragraph about an error; kinds that do not explain themselves get their name in front."""
+    text = str(error).strip() or "no further message"
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    plain = isinstance(error, ValueError) or type(error).__module__.startswith("offloadz.")
+    return text if plain else f"{type(error).__name__}: {text}"
+
+
+def verb(work: Callable[..., int]) -> Callable[..., None]:
+    """Register a verb: what it returns, or the error it ends with, becomes the exit status."""
+
+    @functools.wraps(work)
+    def run(*args: Any, **options: Any) -> None:
+        try:
+            status = work(*args, **options)
+        except BrokenPipeError:
+            # `offloadz show | head`: the reader has seen enough.  What is still buffered must not be written at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            status = 0
+        except (Exception, KeyboardInterrupt) as error:
+            if os.environ.get("OFFLOADZ_DEBUG", "") not in ("", "0"):
+                traceback.print_exc()
+            else:
+                print(f"offloadz: {told(error)}", file=sys.stderr)
+            status = exit_status(error)
+        raise typer.Exit(status)
+
+    return app.command()(run)
+
+
+@verb
+def train(config: ConfigFile, overrides: Overrides = None) -> int:
+    """Train; goes on by itself where a checkpoint of the same run lies."""
+    from offloadz.config import load_config
+
+    settings = load_config(config, overrides or [], training=True)
+    from offloadz.train.loop import train as run
+
+    return int(run(settings))
+
+
+@verb
+def plan(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    machine: Annotated[str, typer.Option(metavar="NAME-or-FILE", help="Another machine than this one.")] = "",
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="key=value", help="Of the machine.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
+) -> int:
+    """Say what a run would need and take, before it starts; loads no weights."""
+    from offloadz.plan.command import plan_command
+
+    return int(plan_command(config, overrides or [], machine or None, set_ or [], as_json))
+
+
+@verb
+def show(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a Chrome/Perfetto trace.")] = None,
+) -> int:
+    """Print the program of a step and its simulated timeline."""
+    from offloadz.plan.command import show_command
+
+    return int(show_command(config, overrides or [], trace))
+
+
+@verb
+def bench(
+    swap: SwapPaths = None,
+    out: Annotated[Path | None, typer.Option(metavar="machine.toml", help="Where the machine file goes.")] = None,
+) -> int:
+    """Measure this box (not built yet)."""
+    raise ConfigError("`offloadz bench` is not built yet; plans use typical rates, marked as such")
+
+
+@verb
+def check(
+    config: Annotated[Path | None, typer.Argument(metavar="[CONFIG.toml]", help="Look at its swap paths.")] = None,
+    swap: SwapPaths = None,
+    clean: Annotated[bool, typer.Option("--clean", help="Ask, then remove what dead runs left.")] = False,
+) -> int:
+    """Look whether this machine does what a run needs, and for what dead runs left in swap paths."""
+    from offloadz.check import check_command
+
+    return int(check_command(config, swap or [], clean))
+
+
+@verb
+def data(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    samples: Annotated[int, typer.Option(min=0, help="How many samples are printed.")] = 3,
+) -> int:
+    """Read all records; counts, lengths, bad lines, and the first samples with trained tokens marked."""
+    from offloadz.audit import data_command
+
+    return int(data_command(config, overrides or [], samples))
+
+
+@verb
+def export(
+    checkpoint: Annotated[Path, typer.Argument(metavar="CHECKPOINT", help="A checkpoint directory.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The model directory to write.")],
+    dtype: Annotated[str, typer.Option(metavar="bfloat16/float32", help="Of the weights.")] = "bfloat16",
+) -> int:
+    """Write a Hugging Face model directory from a checkpoint."""
+    if dtype not in ("bfloat16", "float32"):
+        raise ConfigError(f"--dtype: found {dtype}, needs bfloat16 or float32")
+    from offloadz.model.export import export_command
+
+    return int(export_command(checkpoint, out, dtype))
+
+
+@verb
+def report(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]) -> int:
+    """One HTML file about a run (not built yet)."""
+    raise ConfigError(f"`offloadz report` is not built yet; {run}/metrics.jsonl and TensorBoard have the figures")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line (of this process, or `arguments`); always ends with SystemExit and the verb's status."""
+    app(args=arguments, prog_name="offloadz")
+
+
+if __name__ == "__main__":
+    main()
