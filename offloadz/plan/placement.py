@@ -92,7 +92,7 @@ def slot_bytes(spec: ModelSpec, placement: Placement, saved_bytes: int = 0) -> d
     if "host" in placement.state_route[1:]:
         pools["host.s"] = aligned(max(p.state_bytes for p in parts))
     if "host" in placement.grad_part_route[1:]:
-        pools["host.h"] = aligned(max(p.num_elements for p in parts) * 4)
+        pools["host.h"] = aligned(max(p.weight_bytes for p in parts))
     if placement.activations == "disk":
         pools["host.x"] = aligned(saved_bytes)
     if placement.activations != "device" and not placement.unified:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from offloadz.plan.ops import Op, Program
-from offloadz.plan.placement import Placement, accumulates
+from offloadz.plan.placement import Placement
 from offloadz.plan.spec import ITEM_BYTES, ModelSpec
 
 
@@ -147,8 +147,9 @@ class Script:
         for unit in seat.units:
             places = self.weights(unit)
             for micro in range(turn.micros):
-                self.compute("forward", turn, unit, micro, places, ())
-                if turn.graded and seat.kind != "head":
+                saves = turn.graded and seat.kind != "head"
+                self.compute("forward", turn, unit, micro, places, (f"x{turn.call}.{micro}@live",) if saves else ())
+                if saves:
                     self.keep(turn, unit, micro)
 
     def compute(self, verb: str, turn: Turn, unit: int, micro: int, reads: tuple[str, ...], writes: tuple[str, ...]) -> None:
@@ -159,19 +160,20 @@ class Script:
 
     def keep(self, turn: Turn, unit: int, micro: int) -> None:
         """Send the input of a micro-batch to its home."""
-        name, places = f"x{turn.call}.{micro}", ()
+        name = f"x{turn.call}.{micro}"
+        places = (f"{name}@live",)
         route = self.placement.saved_route
         for tier, onward in zip(route, route[1:], strict=False):
             lane, verb = HOPS[tier, onward]
             target = (f"{name}@{onward}",)
             self.emit(lane, f"{verb}.x", reads=places, writes=target, seat=turn.seat, unit=unit, call=turn.call, micro=micro)
-            places = target  # type: ignore[assignment]
+            places = target
 
     def kept(self, turn: Turn, unit: int, micro: int) -> tuple[str, ...]:
         """Bring the saved input back; returns the places to read it from."""
         home = self.placement.saved_route[-1]
         if home == "compute":
-            return ()
+            return (f"x{turn.call}.{micro}@live",)
         name, places = f"x{turn.call}.{micro}", (f"x{turn.call}.{micro}@{home}",)
         route = ("disk", "host") if home == "disk" else ("host",)
         route = route if self.placement.unified else (*route, "compute")
@@ -255,10 +257,9 @@ class Script:
     def update(self, unit: int, part: int) -> None:
         """Read a part's state, weights and gradient; update; write state and weights back."""
         owner, routes = self.spec.units[unit].parts[part], self.placement
-        grad_bytes = owner.num_elements * (4 if accumulates(self.spec, routes, unit) else ITEM_BYTES[owner.dtype])
         state = self.carry("s", routes.state_route, unit, owner.state_bytes, part)
         weight = self.carry("p", routes.part_route, unit, owner.weight_bytes, part)
-        grad = self.carry("h", routes.grad_part_route, unit, grad_bytes, part)
+        grad = self.carry("h", routes.grad_part_route, unit, owner.weight_bytes, part)
         both = (*state, *weight)
         self.emit("cpu", "update", reads=(*grad, *both), writes=both, unit=unit, part=part, nbytes=owner.num_elements)
         for kind, places, route, nbytes in (
