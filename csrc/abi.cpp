@@ -1,0 +1,102 @@
+// The C functions that Python calls through ctypes.  They check nothing: offloadz/runtime/native.py has, before it took
+// a pointer.  No exception leaves them, and none ends the process.
+#include "crc32c.h"
+#include "floats.h"
+#include "io.h"
+#include "kernels.h"
+#include "pool.h"
+#include <cerrno>
+#include <cstring>
+#include <new>
+
+using namespace offloadz;
+
+#define OZ_API extern "C" __attribute__((visibility("default")))
+
+OZ_API int oz_abi_version() {
+  return 1;
+}
+
+OZ_API const char *oz_isa() {
+  return kernels().name;
+}
+
+OZ_API int oz_select_isa(const char *name) {
+  return select_isa(name);
+}
+
+OZ_API int oz_isa_supported(int level) {
+  return isa_supported(level);
+}
+
+OZ_API void oz_adam(const AdamArgs *args, int num_threads) {
+  adam(*args, num_threads);
+}
+
+OZ_API void oz_split_master(uint16_t *weight, uint16_t *low, const uint32_t *master, int64_t count) {
+  kernels().split_master(weight, low, master, count);
+}
+
+OZ_API void oz_join_master(uint32_t *master, const uint16_t *weight, const uint16_t *low, int64_t count) {
+  kernels().join_master(master, weight, low, count);
+}
+
+OZ_API void oz_widen(uint32_t *out, const uint16_t *in, int64_t count) {
+  kernels().widen(out, in, count);
+}
+
+OZ_API void oz_narrow(uint16_t *out, const uint32_t *in, int64_t count) {
+  kernels().narrow(out, in, count);
+}
+
+OZ_API double oz_drain_bf16(uint16_t *out, const float *grad, int64_t count) {
+  PlainFloats plain;
+  return kernels().drain(out, grad, count);
+}
+
+OZ_API double oz_drain_fp32(float *out, const float *grad, int64_t count) {
+  PlainFloats plain;
+  return kernels().drain_copy(out, grad, count);
+}
+
+OZ_API double oz_sum_squares_bf16(const uint16_t *in, int64_t count) {
+  PlainFloats plain;
+  return kernels().sum_squares_bf16(in, count);
+}
+
+OZ_API double oz_sum_squares_fp32(const float *in, int64_t count) {
+  PlainFloats plain;
+  return kernels().sum_squares_fp32(in, count);
+}
+
+OZ_API void oz_copy(void *out, const void *in, int64_t num_bytes) {
+  std::memcpy(out, in, size_t(num_bytes));
+}
+
+OZ_API void oz_fill(void *out, int value, int64_t num_bytes) {
+  std::memset(out, value, size_t(num_bytes));
+}
+
+OZ_API uint32_t oz_crc32c(const void *data, int64_t num_bytes) {
+  return crc32c(data, size_t(num_bytes));
+}
+
+// A pool with at least one thread, or null with errno set.
+OZ_API void *oz_io_start(int num_threads) {
+  Pool *pool = new (std::nothrow) Pool;
+  if (pool && pool->grow(num_threads) > 0) return pool;
+  delete pool;
+  errno = EAGAIN;
+  return nullptr;
+}
+
+OZ_API void oz_io_stop(void *pool) {
+  delete static_cast<Pool *>(pool);
+}
+
+OZ_API int oz_io_run(void *pool, int fd, int write, void *buffer, int64_t num_bytes, int64_t offset, int64_t origin,
+                     int64_t *table, IoFault *fault) {
+  *fault = run_transfer(*static_cast<Pool *>(pool),
+                        {fd, write != 0, static_cast<unsigned char *>(buffer), num_bytes, offset, origin, table});
+  return fault->kind;
+}

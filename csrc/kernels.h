@@ -1,0 +1,61 @@
+// The loops over numbers, as a table of plain functions: one table per instruction set, all with the same bits.
+//
+// [Note: the same bits everywhere] Nothing here depends on the width of a vector: element-wise loops use only correctly
+// rounded operations (+ - * / sqrt), the compiler may not contract a product and a sum (-ffp-contract=off; a fused
+// multiply-add in software would cost the baseline a library call per element), and sums run in 16 fixed lanes.
+#pragma once
+#include <cstdint>
+
+namespace offloadz {
+
+constexpr int64_t kPiece = 65536; // elements per partial sum
+
+// One AdamW update.  All constants are formed in double by the caller and rounded once, as torch does with scalars.
+struct AdamArgs {
+  void *weight;         // bfloat16 (the high half of a split master) or float32
+  uint16_t *low;        // the low half, or null
+  float *exp_avg;       // first moment
+  float *exp_avg_sq;    // second moment
+  const void *grad;     // bfloat16 or float32
+  int64_t count;        // elements
+  int32_t grad_is_bf16; // else float32
+  int32_t decoupled;    // 1: AdamW, 0: Adam with the decay added to the gradient
+  float grad_scale;     // multiplies the widened gradient first
+  float keep;           // 1 - lr * weight_decay
+  float decay;          // weight_decay
+  float one_minus_beta1;
+  float beta2;
+  float one_minus_beta2;
+  float root_correction2; // sqrt(1 - beta2^step)
+  float eps;
+  float minus_step_size; // -lr / (1 - beta1^step)
+};
+
+struct Kernels {
+  const char *name;
+  void (*adam)(const AdamArgs &args, int64_t begin, int64_t end);
+  void (*split_master)(uint16_t *weight, uint16_t *low, const uint32_t *master, int64_t count);
+  void (*join_master)(uint32_t *master, const uint16_t *weight, const uint16_t *low, int64_t count);
+  void (*widen)(uint32_t *out, const uint16_t *in, int64_t count);
+  void (*narrow)(uint16_t *out, const uint32_t *in, int64_t count);
+  double (*drain)(uint16_t *out, const float *grad, int64_t count);
+  double (*drain_copy)(float *out, const float *grad, int64_t count);
+  double (*sum_squares_bf16)(const uint16_t *in, int64_t count);
+  double (*sum_squares_fp32)(const float *in, int64_t count);
+};
+
+extern const Kernels kernels_baseline;
+#if defined(__x86_64__)
+extern const Kernels kernels_avx2;
+extern const Kernels kernels_avx512;
+#endif
+
+// The table in use.  select_isa: 0 done, 1 the name is unknown, 2 this processor lacks it.
+const Kernels &kernels();
+int select_isa(const char *name);
+bool isa_supported(int level); // 0 baseline, 1 avx2, 2 avx512
+
+// Runs the whole update on `num_threads` threads, the caller's included.  The result does not depend on their number.
+void adam(const AdamArgs &args, int num_threads);
+
+} // namespace offloadz

@@ -1,0 +1,126 @@
+#include "pool.h"
+#include <pthread.h>
+#include <csignal>
+#include <unistd.h>
+
+namespace offloadz {
+
+int Pool::grow(int num_threads) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (owner_ == 0) owner_ = getpid();
+  if (owner_ != getpid()) return 0;
+  if (num_threads > 256) num_threads = 256;
+  // Signals stay with the threads Python knows: a Ctrl-C must interrupt the main thread, not a transfer.
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before);
+  auto body = [](void *self) -> void * {
+    static_cast<Pool *>(self)->work();
+    return nullptr;
+  };
+  while (num_threads_ < num_threads && pthread_create(&threads_[num_threads_], nullptr, body, this) == 0)
+    ++num_threads_;
+  pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  return num_threads_;
+}
+
+Pool::~Pool() {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    stop_ = true;
+    wake_.notify_all();
+  }
+  if (owner_ == getpid())
+    for (int i = 0; i < num_threads_; ++i)
+      pthread_join(threads_[i], nullptr);
+}
+
+// All below up to run() is called with the mutex held.
+
+void Pool::unlink(Job &job) {
+  for (Job **at = &head_; *at; at = &(*at)->after)
+    if (*at == &job) {
+      *at = job.after;
+      job.after = nullptr;
+      return;
+    }
+}
+
+bool Pool::take(Job &job, int64_t &index) {
+  if (job.next >= job.num_parts || job.running >= job.limit) return false;
+  index = job.next++;
+  ++job.running;
+  return true;
+}
+
+// Takes a part of the first job that has one and moves that job behind the others, so that every call gets its turn.
+Job *Pool::claim(int64_t &index) {
+  for (Job *job = head_; job; job = job->after)
+    if (take(*job, index)) {
+      unlink(*job);
+      if (job->next < job->num_parts) {
+        Job **at = &head_;
+        while (*at)
+          at = &(*at)->after;
+        *at = job;
+      }
+      return job;
+    }
+  return nullptr;
+}
+
+void Pool::finish(Job &job, bool ok) {
+  --job.running;
+  if (!ok) {
+    job.next = job.num_parts;
+    unlink(job);
+  }
+  // A job at its limit of threads was passed over; now it may have a part for a sleeping thread, or be done.
+  if (job.next < job.num_parts)
+    wake_.notify_one();
+  else if (job.running == 0)
+    job.done.notify_all();
+}
+
+void Pool::work() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (!stop_) {
+    int64_t index = 0;
+    Job *job = claim(index);
+    if (!job) {
+      wake_.wait(lock);
+      continue;
+    }
+    lock.unlock();
+    bool ok = job->part(job->arg, index);
+    lock.lock();
+    finish(*job, ok);
+  }
+}
+
+bool Pool::run(Job &job, bool help) {
+  if (job.num_parts <= 0) return true;
+  if (owner_ != getpid()) { // a fork, or a pool that never had a thread
+    if (!help) return false;
+    for (int64_t i = 0; i < job.num_parts; ++i)
+      if (!job.part(job.arg, i)) break;
+    return true;
+  }
+  std::unique_lock<std::mutex> lock(mutex_);
+  job.after = head_;
+  head_ = &job;
+  wake_.notify_all();
+  int64_t index = 0;
+  while (help && take(job, index)) {
+    lock.unlock();
+    bool ok = job.part(job.arg, index);
+    lock.lock();
+    finish(job, ok);
+  }
+  if (job.next >= job.num_parts) unlink(job);
+  while (job.running > 0 || job.next < job.num_parts)
+    job.done.wait(lock);
+  return true;
+}
+
+} // namespace offloadz
