@@ -99,7 +99,7 @@ class HostPool:
         limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
         allowed = "no limit" if limit == resource.RLIM_INFINITY else f"{limit} bytes"
         log.warning(
-            "host memory (not GPU memory): locking %d bytes was refused (%s; RLIMIT_MEMLOCK allows %s, see `ulimit -l`);"
+            "host memory (not GPU memory): locking %d bytes was refused (%s; RLIMIT_MEMLOCK allows %s, see ulimit -l);"
             " 0 bytes are locked, the run goes on with pageable memory and the same results",
             self.capacity_bytes,
             reason,

@@ -17,7 +17,7 @@ PAGE_BYTES = 4096  # what direct I/O asks of offset, length and address; a multi
 PIECE_BYTES = 1 << 20  # what one checksum covers, counted from the start of its extent
 HUGE_BYTES = 2 << 20  # a huge page: contiguity decides the speed of direct I/O (3.2 against 1.5 GB/s, measured)
 
-# Entries of a checksum table that are not a CRC32C (those are 0 .. 2^32-1).
+# Entries of a checksum table that are no checksum (those are 0 or more; what is in them is the transfer's business).
 NEVER_WRITTEN = -1  # reads as zeros: fresh moments are this flag, not bytes on a drive
 NOT_WHOLE = -2  # a write of this piece began and has not ended well: its bytes mean nothing
 NOT_CHECKED = -3  # written while checksums are off
@@ -75,9 +75,9 @@ class Transfer(Protocol):
     """Moves bytes between an open file and a CPU buffer; blocking, without the GIL, callable from several threads.
 
     `buffer` is contiguous uint8, its address and `offset` and `nbytes` multiples of 4096.  `crcs` is None (not checked)
-    or a contiguous int64 tensor with one entry per started MiB of `nbytes`: a write fills it, a read compares with it.
-    Short transfers are resumed; raises `TransferFailed` or, from a read, `TransferDamaged`.  When a call has returned
-    or raised, nothing of it is still under way.
+    or a contiguous int64 tensor with one entry per started MiB of `nbytes`: a write fills it with values of 0 or more,
+    a read compares with it.  Short transfers are resumed; raises `TransferFailed` or, from a read, `TransferDamaged`.
+    When a call has returned or raised, nothing of it is still under way.
     """
 
     def read(self, fd: int, buffer: torch.Tensor, nbytes: int, offset: int, crcs: torch.Tensor | None) -> None:

@@ -97,7 +97,7 @@ def allowed_cores(root: str | Path = "/") -> int:
     """Cores this process may use: its affinity, or the smallest CPU quota of its groups (rounded up); at least 1."""
     cores = float(len(os.sched_getaffinity(0)))
     for directory in group_chain("cpu", Path(root)):
-        quota, period = (_text(directory / "cpu.max").split() + ["", ""])[:2]
+        quota, period = [*_text(directory / "cpu.max").split(), "", ""][:2]
         if not quota:
             quota, period = _text(directory / "cpu.cfs_quota_us"), _text(directory / "cpu.cfs_period_us")
         if quota.isdigit() and period.isdigit() and int(quota) > 0 and int(period) > 0:
