@@ -218,7 +218,7 @@ def _in_order(seats: dict[str, tuple[str, list[Unit]]], order: Sequence[str]) ->
         return seats
     if set(order) != set(seats) or len(order) != len(seats):
         odd = sorted(set(order) ^ set(seats)) or sorted(n for n in order if list(order).count(n) > 1)
-        raise ValueError(f"the order has {len(order)} seats, the model {len(seats)}; the first that differs: {odd[0]!r}")
+        raise ValueError(f"the order has {len(order)} seats, the model {len(seats)}; first difference: {odd[0]!r}")
     return {name: seats[name] for name in order}
 
 
