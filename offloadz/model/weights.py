@@ -1,0 +1,257 @@
+"""A Hugging Face model without its weights: the module on meta, where its weights are, and by which names.
+
+`load` builds the module so that nothing of the size of the weights is ever allocated; `sources.py` reads them later,
+in pieces, straight to their tier.  What a run needs to know of names to write files again (`names_of`) is written down
+here once, before blocks are replaced.  The trade-off: the module is built by its own constructor with each parameter
+sent to meta as it is registered, so one parameter at a time exists as untouched pages; buffers are real at once, while
+a whole construction on meta would have left rotary tables and embedding scales without data.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from offloadz.model.sources import FileSource, RandomSource, Source, persistent_buffers, put_parameter, tie_groups
+from offloadz.plan.errors import ConfigError
+from offloadz.plan.spec import Member, Part, Unit
+
+_sources: weakref.WeakKeyDictionary[nn.Module, Source] = weakref.WeakKeyDictionary()
+_names: weakref.WeakKeyDictionary[nn.Module, Names] = weakref.WeakKeyDictionary()
+_constructing = threading.RLock()
+
+
+@dataclass(frozen=True)
+class Names:
+    """What files call a model's tensors, and where the small files beside them came from."""
+
+    written: dict[str, str]
+    """Name in a file of weights -> canonical name, as `save_pretrained` would choose: declared ties once."""
+    ties_hold: bool
+    """Whether every tie that the configuration declares is real; if not, all names are written and it is undone."""
+    buffers: dict[str, tuple[weakref.ref[nn.Module], str]]
+    """Persistent buffers: the module that holds each, and its name there."""
+    directory: Path | None
+    """Where tokenizer and generation files are."""
+
+
+def load(
+    path: str | Path,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    init: str = "pretrained",
+    seed: int = 0,
+    attention: str = "auto",
+    trust_remote_code: bool = False,
+) -> nn.Module:
+    """A causal language model with parameters on meta, buffers real, ties redone, and its source of weights known.
+
+    `path`: a Hugging Face directory or hub name.  `dtype`: bfloat16 or float32, of the parameters; buffers keep theirs.
+    `init`: "pretrained" reads the directory's safetensors, "random" needs config.json only and draws by `seed`.
+    Raises ConfigError for what configuration or files are not, DamagedState for files that contradict themselves.
+    """
+    if dtype not in (torch.bfloat16, torch.float32):
+        raise ConfigError(f"model.dtype is {dtype}; it must be bfloat16 or float32")
+    if init not in ("pretrained", "random"):
+        raise ConfigError(f'model.init is "{init}"; it must be "pretrained" or "random"')
+    directory = _directory(path, init)
+    model = _construct(directory, dtype, attention, trust_remote_code)
+    source: Source
+    if init == "random":
+        source = RandomSource(model, seed)
+    else:
+        source = FileSource(directory, model)
+        _undo_false_ties(model, source)
+        source.fill_buffers(persistent_buffers(model))
+    _read_generation_config(model, directory)
+    _sources[model] = source
+    _names[model] = _describe(model, directory)
+    return model
+
+
+def source_of(model: nn.Module) -> Source | None:
+    """Where the weights of a model made by `load` are; None for other modules."""
+    return _sources.get(model)
+
+
+def names_of(model: nn.Module) -> Names:
+    """The names files use for a model's tensors; noted at the first call, so call it before blocks are replaced."""
+    if model not in _names:
+        _names[model] = _describe(model, None)
+    return _names[model]
+
+
+def spans(unit: Unit, part: Part) -> list[tuple[Member, int, int, int]]:
+    """What a part holds: (member, first element in it, end, first element in the part), front to back."""
+    found = []
+    for member in unit.sections[part.section].members:
+        start = max(part.start, member.start)
+        stop = min(part.stop, member.start + member.num_elements)
+        if start < stop:
+            found.append((member, start - member.start, stop - member.start, start - part.start))
+    return found
+
+
+def logical_start(member: Member, start: int) -> int:
+    """Element of the logical tensor at which element `start` of a member (rows of a table) lies."""
+    rows = member.shape[0] if member.shape else 1
+    return (member.first_row * (member.num_elements // rows) if rows else 0) + start
+
+
+def _directory(path: str | Path, init: str) -> Path:
+    """The directory of a model; a hub name is resolved by huggingface_hub's own cache."""
+    directory = Path(path).expanduser()
+    if directory.is_dir():
+        return directory
+    if directory.is_absolute() or str(path).count("/") > 1 or str(path).startswith("."):
+        raise ConfigError(f"model.path: {path} is not a directory")
+    from huggingface_hub import snapshot_download
+
+    wanted = ["*.json", "*.txt", "*.model", "*.jinja", "*.py"] + ["*.safetensors"] * (init == "pretrained")
+    try:
+        return Path(snapshot_download(str(path), allow_patterns=wanted))
+    except Exception as error:  # whatever the hub's client raises, the user wrote this name
+        raise ConfigError(f"model.path: {path} is neither a directory nor to be had as a hub name: {error}") from error
+
+
+def _construct(directory: Path, dtype: torch.dtype, attention: str, trust_remote_code: bool) -> nn.Module:
+    """The module with parameters on meta in `dtype`, real buffers, no random number drawn, in evaluation mode."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if not (directory / "config.json").is_file():
+        raise ConfigError(f"model.path: {directory} has no config.json")
+    try:
+        config = AutoConfig.from_pretrained(directory, trust_remote_code=trust_remote_code)
+    except (ValueError, KeyError, OSError) as error:
+        raise ConfigError(f"model.path: {directory / 'config.json'} is not readable: {error}") from error
+    if getattr(config, "quantization_config", None):
+        raise ConfigError(f"model.path: the weights in {directory} are quantised; full training needs the plain ones")
+    chosen: dict[str, Any] = {} if attention == "auto" else {"attn_implementation": attention}
+    generator = torch.default_generator.get_state()
+    try:
+        with _parameters_on_meta():
+            # Built in fp32 whatever `dtype`: only parameters are cast, so a table of angles keeps its precision.
+            model: nn.Module = AutoModelForCausalLM.from_config(
+                config, dtype=torch.float32, trust_remote_code=trust_remote_code, **chosen
+            )
+    except (ValueError, ImportError) as error:
+        raise ConfigError(f"{directory}: {error} (model.attention, model.trust_remote_code)") from error
+    finally:
+        torch.default_generator.set_state(generator)
+    _cast_parameters(model, dtype)
+    model.tie_weights()  # type: ignore[operator]
+    _set_dtype(model, dtype)
+    _require_buffers(model)
+    return model.eval()
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Parameters go to meta as modules register them, shared ones together; buffers stay real."""
+    plain = nn.Module.register_parameter
+    seen = WeakIdKeyDictionary()
+
+    def register(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        plain(self, name, param)
+        if param is None or param.is_meta:
+            return
+        if param not in seen:
+            seen[param] = nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
+        self._parameters[name] = seen[param]
+
+    with _constructing:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            nn.Module.register_parameter = plain  # type: ignore[method-assign]
+
+
+def _cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:
+    """Parameters to `dtype`, but for those the family itself insists on keeping in fp32; ties stay ties."""
+    strict = tuple(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    for name, aliases in tie_groups(model).items():
+        old = model.get_parameter(name)
+        if not old.is_floating_point():
+            raise ConfigError(f"{name} is {old.dtype}; parameters that are no floats are not built")
+        kept = any(pattern in name for pattern in strict)
+        new = nn.Parameter(old.detach().to(torch.float32 if kept else dtype), requires_grad=old.requires_grad)
+        for alias in aliases:
+            put_parameter(model, alias, new)
+
+
+def _set_dtype(model: nn.Module, dtype: torch.dtype) -> None:
+    config: Any = model.config
+    config.dtype = dtype
+    for key in getattr(config, "sub_configs", {}):
+        if getattr(config, key, None) is not None:
+            getattr(config, key).dtype = dtype
+
+
+def _require_buffers(model: nn.Module) -> None:
+    bare = [name for name, buffer in model.named_buffers() if buffer.is_meta]
+    if bare:
+        raise ConfigError(f"buffers without data after construction: {', '.join(bare)}; this family is not supported")
+    left = [name for name, parameter in model.named_parameters() if not parameter.is_meta]
+    if left:
+        raise ConfigError(
+            f"parameters that the model did not register: {', '.join(left)}; this family is not supported"
+        )
+
+
+def _undo_false_ties(model: nn.Module, source: FileSource) -> None:
+    """Where the configuration says tied and the files hold two different tensors, believe the files and say so."""
+    for name, alias in source.differing_ties():
+        warnings.warn(
+            f"config.json ties {alias} to {name}, but {source.directory} holds both with different values: "
+            "they are kept apart, and tie_word_embeddings is set to false",
+            stacklevel=3,
+        )
+        old = model.get_parameter(name)
+        put_parameter(model, alias, nn.Parameter(torch.empty_like(old), requires_grad=old.requires_grad))
+        source.untie(name, alias)
+        getattr(model, "all_tied_weights_keys", {}).pop(alias, None)
+        declare_untied(model.config)
+
+
+def declare_untied(config: Any) -> None:
+    """Let a configuration say that embedding and head are two tensors."""
+    for part in {id(c): c for c in (config, config.get_text_config())}.values():
+        part.tie_word_embeddings = False
+
+
+def _read_generation_config(model: nn.Module, directory: Path) -> None:
+    if not (directory / "generation_config.json").is_file() or not hasattr(model, "generation_config"):
+        return
+    from transformers import GenerationConfig
+
+    try:
+        model.generation_config = GenerationConfig.from_pretrained(directory)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{directory / 'generation_config.json'} is not readable: {error}") from error
+
+
+def _describe(model: nn.Module, directory: Path | None) -> Names:
+    groups = tie_groups(model)
+    canonical = {alias: name for name, aliases in groups.items() for alias in aliases}
+    expand = getattr(model, "get_expanded_tied_weights_keys", None)
+    declared: dict[str, str] = expand(all_submodels=True) if expand else {}
+    declared = {alias: name for alias, name in declared.items() if alias in canonical and name in canonical}
+    holds = all(canonical[alias] == canonical[name] for alias, name in declared.items())
+    left_out = set(declared) if holds else set()
+    buffers = {}
+    for name in persistent_buffers(model):
+        path, _, own = name.rpartition(".")
+        buffers[name] = (weakref.ref(model.get_submodule(path)), own)
+    written = {alias: name for alias, name in canonical.items() if alias not in left_out}
+    return Names(written, holds, buffers, directory)
