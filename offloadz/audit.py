@@ -14,7 +14,7 @@ from offloadz.plan.errors import ConfigError
 
 
 def data_command(config_path: Path, overrides: Sequence[str], num_samples: int) -> int:
-    """Audit `data.train` and `data.eval`, print samples of the former; 0, or ConfigError for data not to be trained on."""
+    """Audit `data.train` and `data.eval`, print samples of the former; 0, or ConfigError for bad data."""
     config = load_config(config_path, overrides)
     if not config.data.train:
         raise ConfigError('data.train is missing; it has no default, such as train = ["data.jsonl"]')
@@ -48,7 +48,7 @@ def _tokenizer(config: Config) -> tuple[Any, int]:
         trusted = {"trust_remote_code": config.model.trust_remote_code}
         model = AutoConfig.from_pretrained(config.model.path, **trusted)
         tokenizer = AutoTokenizer.from_pretrained(config.model.path, **trusted)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # a directory of somebody else's making: a broken file there ends in any kind of error
         first = str(error).strip().splitlines()[0]
         raise ConfigError(f"model.path: {config.model.path} has no model and tokenizer to read: {first}") from error
     vocab_size = getattr(model.get_text_config(), "vocab_size", None)

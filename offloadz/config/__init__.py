@@ -51,12 +51,12 @@ __all__ = [
 class Config:
     """A whole configuration.  Built by `load_config`; one built by hand is not checked."""
 
-    model: ModelConfig = ModelConfig()
-    data: DataConfig = DataConfig()
-    train: TrainConfig = TrainConfig()
-    optimizer: OptimizerConfig = OptimizerConfig()
-    offload: OffloadConfig = OffloadConfig()
-    debug: DebugConfig = DebugConfig()
+    model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
+    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    offload: OffloadConfig = dataclasses.field(default_factory=OffloadConfig)
+    debug: DebugConfig = dataclasses.field(default_factory=DebugConfig)
 
     def to_toml(self) -> str:
         """The effective configuration as TOML; `load_config` reads it back to an equal Config."""
@@ -175,7 +175,7 @@ def _not_built(config: Config, table: Iterable[NotBuilt]) -> Iterable[_Problem]:
     elif config.offload.device not in ("auto", "cpu"):
         yield ("offload.device",), f'found {shown(config.offload.device)}, needs "auto" or "cpu"'
     if len(config.offload.swap) > 1:
-        text = f"{len(config.offload.swap)} directories: striping {_LATER}; write one directory"
+        text = f"{shown(config.offload.swap)}: striping over several directories {_LATER}; write one"
         yield ("offload.swap",), text
 
 

@@ -145,14 +145,11 @@ def _unknown_key(section: str, key: str) -> str:
         return f"is a key of [{homes[0]}]" + (f", not of [{section}]" if section else "") + f"; write {homes[0]}.{key}"
     if not section and key in SECTIONS:
         return f"is a section, not a key; write {key}.KEY=value"
-    everywhere = [f"{other}.{name}" for other, keys in RULES.items() for name in keys]
-    guess = nearest(key, RULES[section]) if section else ""
-    wide = nearest(key, (name.partition(".")[2] for name in everywhere))
-    if wide and (not guess or wide.lower() == key.lower() != guess.lower()):
-        return "unknown key; nearest is " + next(name for name in everywhere if name.endswith("." + wide))
-    if guess:
-        return f"unknown key; nearest is {section}.{guess}"
-    return "unknown key; keys are " + ", ".join(RULES[section] if section else everywhere)
+    everywhere = {name: f"{other}.{name}" for other, keys in RULES.items() for name in keys}
+    for known in (RULES[section] if section else {}, everywhere):
+        if guess := nearest(key, known):
+            return f"unknown key; nearest is {everywhere[guess]}"
+    return "unknown key; keys are " + ", ".join(RULES[section] if section else everywhere.values())
 
 
 def _groups(value: Any) -> tuple[GroupConfig, ...]:

@@ -1,0 +1,156 @@
+"""`offloadz check`: does this machine do what a run needs, and what did dead runs leave behind.
+
+Each fact is asked of the room that a run would ask, so the answer is what a run will meet; nothing is measured (that is
+`offloadz bench`).  Trade-off: a swap path is tried by writing a file of 4 KiB there, which a look at its type would
+not need, because only a real try shows that direct I/O works.
+"""
+
+import resource
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+GOOD, NOTE, BAD = "good", "note", "BAD"
+
+
+class Finding(NamedTuple):
+    """One line of the self-check: `state` is GOOD, NOTE (works, but worth knowing) or BAD (a run would fail)."""
+
+    state: str
+    name: str
+    text: str
+
+
+def check_command(config_path: Path | None, swap: Sequence[str], clean: bool) -> int:
+    """Print all findings; swap paths are those of the configuration and `swap`, else the current directory.
+
+    Returns 0, or 1 after naming what is not good.  With `clean` each dead run's directory is removed after a yes.
+    """
+    paths = [Path(path) for path in swap]
+    if config_path is not None:
+        from offloadz.config import load_config
+
+        paths += [Path(path) for path in load_config(config_path).offload.swap]
+    findings = []
+    for finding in all_findings(paths or [Path()]):
+        print(f"{finding.state:5} {finding.name}: {finding.text}", flush=True)
+        findings.append(finding)
+    for path in paths or [Path()]:
+        _leftovers(path, clean)
+    bad = [finding.name for finding in findings if finding.state == BAD]
+    print(f"not good: {', '.join(bad)}" if bad else "all good")
+    return 1 if bad else 0
+
+
+def all_findings(paths: Sequence[Path]) -> Iterator[Finding]:
+    """The findings of this machine and of each swap path; a look that fails is a finding, never an exception."""
+    looks: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
+        ("native library", _native),
+        ("threads", _threads),
+        ("memory", _memory),
+        ("GPU", _gpus),
+    ]
+    looks += [(f"swap path {path}", lambda path=path: _swap_path(path)) for path in paths]  # type: ignore[misc]
+    for name, look in looks:
+        try:
+            yield from look()
+        except (OSError, ValueError, RuntimeError, ImportError) as error:
+            yield Finding(BAD, name, str(error) or type(error).__name__)
+
+
+def _native() -> Iterator[Finding]:
+    from offloadz.runtime import native
+
+    known = ", ".join(native.isa_supported())
+    yield Finding(GOOD, "native library", f"loaded; instruction set {native.isa()} (this CPU has {known})")
+
+
+def _threads() -> Iterator[Finding]:
+    from offloadz.runtime.threads import update_threads
+
+    num_threads, reason = update_threads(0)
+    yield Finding(GOOD, "threads", f"{num_threads} for the update: {reason}")
+
+
+def _memory() -> Iterator[Finding]:
+    from offloadz.plan.machine import host_limit
+
+    limit = host_limit()
+    text = f"{_size(limit.available_bytes)} of {_size(limit.total_bytes)} may be used, by {limit.source}"
+    yield Finding(GOOD, "host memory", text)
+    lockable_bytes = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    text = "unlimited" if lockable_bytes == resource.RLIM_INFINITY else _size(lockable_bytes)
+    yield Finding(GOOD, "lock limit", f"{text} (RLIMIT_MEMLOCK); what cannot be locked is used unlocked")
+
+
+def _gpus() -> Iterator[Finding]:
+    import torch
+
+    num_gpus = torch.cuda.device_count()
+    if not num_gpus:
+        yield Finding(GOOD, "GPU", "none; the compute device is the CPU")
+    for number in range(num_gpus):
+        facts = torch.cuda.get_device_properties(number)
+        peers = [
+            other for other in range(num_gpus) if other != number and torch.cuda.can_device_access_peer(number, other)
+        ]
+        text = f"{facts.name}, {_size(facts.total_memory)}, direct transfer to " + (str(peers) if peers else "no other")
+        yield Finding(NOTE, f"GPU {number}", text + "; training on a GPU is not built yet, the CPU is used")
+
+
+def _swap_path(path: Path) -> Iterator[Finding]:
+    from offloadz.memory.direct import probe_direct
+    from offloadz.plan.machine import disk_free
+
+    name, place = f"swap path {path}", path.absolute()
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    if not place.is_dir():
+        yield Finding(BAD, name, f"{place} is not a directory")
+        return
+    # In a directory of its own: the probe's file must not meet one of the user's.
+    trial = Path(tempfile.mkdtemp(prefix=".offloadz-check-", dir=place))
+    try:
+        probe = probe_direct(trial)
+    finally:
+        shutil.rmtree(trial, ignore_errors=True)
+    how = "direct I/O works" if probe.direct else "direct I/O is refused"
+    where = "" if place == path.absolute() else f" (it does not exist yet; {place} was tried)"
+    text = f"I/O by threads (io_uring is not built yet), {how}, {_size(disk_free(place))} free{where}"
+    yield Finding(GOOD, name, text)
+    for line in probe.lines(path):
+        yield Finding(NOTE, name, line.removeprefix(name).lstrip(": "))
+
+
+def _leftovers(path: Path, clean: bool) -> None:
+    """Tell what dead runs left in a swap path; with `clean` ask for each, and remove it after a yes."""
+    from offloadz.memory.swapdir import leftovers, remove
+
+    for leftover in leftovers(path):
+        age = f"process {leftover.pid}, {leftover.age_s / 3600:.1f} h ago"
+        print(
+            f"{NOTE:5} left by a dead run: {leftover.path}, {_size(leftover.size_bytes)}, of {leftover.owner} ({age})"
+        )
+        if not clean:
+            print("      `offloadz check --clean` removes it; the same run started again takes it over")
+        elif not _yes(f"      remove {leftover.path}? [y/N] "):
+            print("      kept")
+        else:
+            print("      removed" if remove(leftover) else "      kept: a run has begun in it")
+
+
+def _yes(question: str) -> bool:
+    try:
+        return input(question).strip().lower() in ("y", "yes")
+    except EOFError:  # nobody there to ask
+        print()
+        return False
+
+
+def _size(num_bytes: int) -> str:
+    for unit, factor in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20)):
+        if num_bytes >= factor:
+            return f"{num_bytes / factor:.1f} {unit}"
+    return f"{num_bytes} bytes"
