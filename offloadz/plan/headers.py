@@ -103,7 +103,7 @@ def read_shapes(model_dir: Path) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {}
     for file in files:
         if not file.is_file():
-            raise ConfigError(f"model.path: {file} is missing; needed: safetensors weights, or model.init = \"random\"")
+            raise ConfigError(f'model.path: {file} is missing; needed: safetensors weights, or model.init = "random"')
         shapes |= {name: tuple(entry["shape"]) for name, entry in read_header(file).items()}
     return shapes
 

@@ -1,0 +1,212 @@
+"""Bytes of every phase of a run, per tier, each as a named entry: what a plan prints and what a run is held to.
+
+Storage is exact: it comes from the functions that size the buffers (`placement.slot_bytes`, `placement.home_bytes`).
+Computation is a formula over the shapes of the largest block, so it knows no model family: torch keeps the inputs and
+outputs of every product for the backward.  Measured with torch 2.13 on one block of Llama, Qwen3, Gemma 3 and GPT-2
+(`tests/plan/test_footprint.py` measures it again), it is within 15 % of what torch allocates.
+
+Tiers: `device`, `host`, `disk` (the swap path) and `checkpoint` (the disk of `train.output`).  On a box without a GPU
+the device's memory *is* the host's, so everything stands under `host` and `device` is empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from offloadz.plan.placement import Placement, home_bytes, slot_bytes
+from offloadz.plan.spec import ITEM_BYTES, ModelSpec, Unit, aligned
+
+PHASES = ("load", "step", "save", "export")
+TIERS = ("device", "host", "disk", "checkpoint")
+
+BASELINE_BYTES = 440 << 20
+"""Resident bytes of the interpreter with what a run imports: torch 2.13 218 MiB, transformers 5.24 with a model family
+118, first use of autograd 18, numba, pyarrow and tensorboard 81 (VmRSS after each import, CPU build, 2 cores)."""
+
+STAGING_BYTES = 16 << 20
+"""Aligned buffers for rows of tables and for pieces on their way to or from files."""
+
+HEAD_CHUNK_TOKENS = 1024
+"""Most tokens whose logits against one tile exist at a time."""
+
+HEAD_COPIES = 4
+"""Arrays of a chunk's logits at the worst moment: logits, their exponentials, the gradient, one temporary."""
+
+HIDDEN_COPIES = 4
+"""Whole hidden states between two blocks: input and output, and in the backward their gradients."""
+
+GRAPH_PER_PRODUCT = 1.55
+GRAPH_PER_NORM = 2.0
+"""Elements per token alive at the worst moment of a block's backward, per input and output element of its products and
+per element of its norms' weights: fitted to the four families above."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The rows of an optimizer step and how they are cut."""
+
+    rows: int
+    length: int
+    """Tokens per row."""
+    micro_rows: int
+    sweeps: int = 1
+    score_copies: int = 0
+    """Arrays of (heads, length, length) per row that attention keeps; see `score_copies`."""
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.length
+
+    @property
+    def rows_per_sweep(self) -> int:
+        return -(-self.rows // self.sweeps)
+
+    @property
+    def num_micros(self) -> int:
+        """Micro-batches of a sweep."""
+        return -(-self.rows_per_sweep // self.micro_rows)
+
+    @property
+    def tokens_per_micro(self) -> int:
+        return min(self.micro_rows, self.rows_per_sweep) * self.length
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """`terms[phase][tier][name]` in bytes."""
+
+    terms: Mapping[str, Mapping[str, Mapping[str, int]]]
+
+    @cached_property
+    def bytes(self) -> dict[str, dict[str, int]]:
+        """Bytes per tier and phase."""
+        return {t: {p: sum(self.terms[p].get(t, {}).values()) for p in self.terms} for t in TIERS}
+
+    @cached_property
+    def peak(self) -> dict[str, int]:
+        """The largest phase of each tier."""
+        return {tier: max(phases.values()) for tier, phases in self.bytes.items()}
+
+
+def footprint(
+    spec: ModelSpec,
+    placement: Placement,
+    batch: Batch,
+    *,
+    baseline_bytes: int = BASELINE_BYTES,
+    keep: int = 2,
+    export_item_bytes: int = 2,
+) -> Footprint:
+    """Bytes of load, step, save and export.
+
+    `keep`: checkpoints that stay (one more exists while a new one is written).  `export_item_bytes`: per element of the
+    exported directory.
+    """
+    rest = _at_rest(spec, placement)
+    base = {"interpreter": baseline_bytes, "staging": STAGING_BYTES}
+    slots = {
+        f"slots {pool}": n * placement.slots
+        for pool, n in slot_bytes(spec, placement, saved_bytes(spec, placement, batch)).items()
+    }
+    passing = {"one part on its way": _largest_part(spec)}
+    kept_tier, kept = _kept(spec, placement, batch)
+    main = "host" if placement.unified else "device"
+    working = computation(spec, placement, batch)
+    step: dict[str, dict[str, int]] = {"host": {**base, **rest["host"]}, "device": dict(rest["device"])}
+    for name, nbytes in slots.items():
+        step[main if "compute" in name else "host"][name] = nbytes
+    step[main] |= working
+    step["disk"] = dict(rest["disk"])
+    step.setdefault(kept_tier, {})["saved inputs"] = kept
+    still = {"host": {**base, **rest["host"], **passing}, "device": rest["device"], "disk": rest["disk"]}
+    # Slots are one allocation whose pages stay once they were written, so they count while a checkpoint is saved.
+    resting = {"host": still["host"] | {k: v for k, v in step["host"].items() if k.startswith("slots")}}
+    save = {**still, **resting, "checkpoint": {"checkpoints": (keep + 1) * checkpoint_bytes(spec)}}
+    export = {**still, **resting, "checkpoint": {"final": spec.num_elements * export_item_bytes}}
+    return Footprint({"load": still, "step": step, "save": save, "export": export})
+
+
+def computation(spec: ModelSpec, placement: Placement, batch: Batch) -> dict[str, int]:
+    """Bytes beside the planned buffers while a block, or the head, computes: named entries."""
+    item = ITEM_BYTES[placement.compute]
+    hidden = HIDDEN_COPIES * batch.rows_per_sweep * batch.length * spec.hidden_size * item
+    graph = max((graph_bytes(spec, u, batch, item) for u in spec.units if u.kind != "tile"), default=0)
+    widest = max(
+        (m.num_elements for u in spec.units if u.kind == "block" for s in u.sections for m in s.members), default=0
+    )
+    tile = max((u.num_elements for u in spec.units if u.kind == "tile"), default=0)
+    rows = -(-tile // max(spec.hidden_size, 1))
+    chunk = HEAD_COPIES * min(batch.tokens_per_micro, HEAD_CHUNK_TOKENS) * rows * 4
+    block = graph + widest * 4
+    found = {"hidden states": hidden}
+    if block >= chunk:
+        return found | {"one block's graph": graph, "largest weight gradient": widest * 4}
+    return found | {"logits of a chunk": chunk}
+
+
+def graph_bytes(spec: ModelSpec, unit: Unit, batch: Batch, item_bytes: int) -> int:
+    """Bytes of one micro-batch's forward and backward through a unit, its weights and their gradients left out."""
+    members = [m for s in unit.sections for m in s.members]
+    products = sum(
+        m.num_elements // m.shape[-1] + m.num_elements // m.shape[-2]
+        for m in members
+        if len(m.shape) > 1 and m.num_elements
+    )
+    norms = sum(m.num_elements for m in members if len(m.shape) == 1 and ("norm" in m.name or ".ln" in m.name))
+    per_token = GRAPH_PER_PRODUCT * products + GRAPH_PER_NORM * norms
+    scores = batch.score_copies * spec.num_heads * batch.length if unit.kind == "block" else 0
+    return int(batch.tokens_per_micro * item_bytes * (per_token + scores))
+
+
+def score_copies(attention: str, config: Mapping[str, Any]) -> int:
+    """Arrays of attention scores alive in a block's backward: 0 with sdpa, which makes none; 2 with eager attention;
+    4 with dropout in the attention, which needs the scores whole under every implementation on a CPU."""
+    dropout = max(float(config.get(key) or 0.0) for key in ("attention_dropout", "attn_pdrop"))
+    if config.get("model_type") == "gpt2" and "attn_pdrop" not in config:
+        dropout = 0.1  # the family's default, which its config.json leaves out
+    if dropout > 0:
+        return 4
+    return 2 if attention == "eager" else 0
+
+
+def saved_bytes(spec: ModelSpec, placement: Placement, batch: Batch) -> int:
+    """Bytes of the saved input of one micro-batch."""
+    return batch.tokens_per_micro * spec.hidden_size * ITEM_BYTES[placement.compute]
+
+
+def num_saved(spec: ModelSpec) -> int:
+    """Seats whose input is kept for the backward of a sweep."""
+    return sum(s.kind in ("block", "module") for s in spec.seats[spec.first_trained_seat :])
+
+
+def checkpoint_bytes(spec: ModelSpec) -> int:
+    """Bytes of a portable checkpoint: fp32 master and moments, frozen weights in their own dtype."""
+    trained = sum(u.num_trainable for u in spec.units)
+    frozen = sum(s.num_elements * ITEM_BYTES[s.dtype] for u in spec.units for s in u.sections if not s.trainable)
+    return trained * 12 + frozen
+
+
+def _at_rest(spec: ModelSpec, placement: Placement) -> dict[str, dict[str, int]]:
+    """Homes by tier, empty ones left out; on a CPU what is kept on the device is host memory."""
+    rest: dict[str, dict[str, int]] = {"device": {}, "host": {}, "disk": {}}
+    for tier, kinds in home_bytes(spec, placement).items():
+        where = "host" if tier == "device" and placement.unified else tier
+        rest[where] |= {kind: nbytes for kind, nbytes in kinds.items() if nbytes}
+    return rest
+
+
+def _kept(spec: ModelSpec, placement: Placement, batch: Batch) -> tuple[str, int]:
+    """Tier and bytes of the inputs kept during a sweep."""
+    tier = placement.activations
+    nbytes = saved_bytes(spec, placement, batch)
+    each = aligned(nbytes) if tier == "disk" else nbytes
+    where = "host" if tier == "device" and placement.unified else tier
+    return where, num_saved(spec) * batch.num_micros * each
+
+
+def _largest_part(spec: ModelSpec) -> int:
+    """Bytes to hold one part while it goes to or from a file: weights, state, and the fp32 master made of them."""
+    return max((p.weight_bytes + p.state_bytes + 4 * p.num_elements for u in spec.units for p in u.parts), default=0)

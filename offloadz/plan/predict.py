@@ -1,0 +1,142 @@
+"""The time of a step, by walking its own program over lanes that answer with times.
+
+Two steps are walked one behind the other, as in a run; the second is the steady state, in which the updates of the step
+before run under the forward.  Costs come from the rates of a `Machine`.  The trade-off: lanes do not slow each other
+down, although on a CPU they share cores and memory; rates that were not measured can be off by a factor of two.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from offloadz.plan.footprint import Batch, saved_bytes
+from offloadz.plan.machine import Machine
+from offloadz.plan.ops import Op, Program
+from offloadz.plan.passes import compiled
+from offloadz.plan.placement import Placement
+from offloadz.plan.spec import ITEM_BYTES, ModelSpec
+from offloadz.plan.steps import Backward, Finish, Forward, Phase, Turn, build
+from offloadz.plan.timeline import Timeline, from_virtual
+from offloadz.plan.walk import Frontier, VirtualLane, simulate
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A steady step: its program, its timeline and what follows from them."""
+
+    program: Program
+    timeline: Timeline
+    step_s: float
+    busy_s: dict[str, float]
+    disk_read_bytes: int
+    disk_written_bytes: int
+
+    @property
+    def bottleneck(self) -> str:
+        """The lane that is busy longest."""
+        return max(self.busy_s, key=lambda lane: self.busy_s[lane])
+
+
+def training_phases(spec: ModelSpec, batch: Batch) -> tuple[Phase, ...]:
+    """The phases of one optimizer step: per sweep a forward and a backward, then the end of the gradients."""
+    phases: list[Phase] = []
+    lowest = spec.first_trained_seat
+    for sweep in range(batch.sweeps):
+        turns = []
+        for seat, place in enumerate(spec.seats):
+            micros = 1 if place.kind == "table" else batch.num_micros
+            turns.append(Turn(seat, sweep * len(spec.seats) + seat, micros, seat >= lowest))
+        back = tuple(t for t in reversed(turns) if t.graded)
+        phases += [Forward(tuple(turns)), Backward(back, last=sweep == batch.sweeps - 1)]
+    tables = tuple(
+        i for i, s in enumerate(spec.seats) if s.kind == "table" and any(spec.units[u].trainable for u in s.units)
+    )
+    return (*phases, Finish(tables))
+
+
+def step_program(spec: ModelSpec, placement: Placement, batch: Batch) -> Program:
+    """The compiled program of a steady step: every trained unit still has its update from the step before."""
+    pending = tuple(i for i, unit in enumerate(spec.units) if unit.trainable)
+    return compiled(build(spec, placement, training_phases(spec, batch), pending), placement)
+
+
+class Costs:
+    """Seconds of an op on its lane."""
+
+    def __init__(self, spec: ModelSpec, placement: Placement, batch: Batch, machine: Machine) -> None:
+        self.spec, self.placement, self.batch, self.rates = spec, placement, batch, machine.rates
+        self.saved_bytes = saved_bytes(spec, placement, batch)
+        self.widening = 1 + (ITEM_BYTES[placement.compute] / ITEM_BYTES[placement.storage] if placement.widens else 1)
+
+    def __call__(self, op: Op) -> float:
+        if op.lane == "device":
+            return self.device_s(op)
+        if op.lane == "cpu":
+            return op.nbytes / self.rates["cpu"]
+        return self.nbytes(op) * (self.widening / 2 if op.verb == "fetch.w" else 1.0) / self.rates[op.lane]
+
+    def nbytes(self, op: Op) -> int:
+        """Bytes an op of a transfer lane moves; saved inputs have the size of a micro-batch."""
+        return self.saved_bytes if op.verb.endswith(".x") else op.nbytes
+
+    def device_s(self, op: Op) -> float:
+        """Seconds of a computation: 2 flop per weight and token forward, 8 in a backward that recomputes first."""
+        if op.verb not in ("forward", "backward") or op.unit < 0:
+            return op.nbytes * 4 / self.rates["memory"]
+        tokens = self.batch.tokens_per_micro
+        kind = self.spec.seats[op.seat].kind
+        elements = 0 if kind == "module" else op.nbytes
+        attention = self.batch.length * self.spec.hidden_size * 2 if kind == "block" else 0
+        passes = 1 if op.verb == "forward" else (4 if self.spec.units[op.unit].trainable else 3)
+        return 2.0 * passes * tokens * (elements + attention) / self.rates["device"]
+
+
+def predict(spec: ModelSpec, placement: Placement, batch: Batch, machine: Machine) -> Prediction:
+    """Simulate two steps and answer with the second."""
+    program = step_program(spec, placement, batch)
+    costs = Costs(spec, placement, batch, machine)
+    lanes = {lane: VirtualLane(costs) for lane in {op.lane for op in program.ops}}
+    frontier = Frontier()
+    simulate(program, lanes, frontier)
+    # A step ends when its norm is known: updates and stores of its end run on under the next step's forward.
+    first_s = lanes["device"].free_s if "device" in lanes else 0.0
+    for lane in lanes.values():
+        lane.spans.clear()
+    simulate(program, lanes, frontier)
+    timeline = from_virtual(lanes)
+    step_s = max((lane.free_s for name, lane in lanes.items() if name == "device"), default=first_s) - first_s
+    moved = {
+        name: sum(costs.nbytes(op) for op in program.ops if op.lane == name) for name in ("disk_read", "disk_write")
+    }
+    busy = dict.fromkeys(("device", "h2d", "d2h", "cpu", "disk_read", "disk_write"), 0.0)
+    for op in program.ops:
+        busy[op.lane] = busy.get(op.lane, 0.0) + costs(op)
+    return Prediction(program, timeline, step_s, busy, moved["disk_read"], moved["disk_write"])
+
+
+def hiding_tokens(
+    spec: ModelSpec, placement: Placement, batch: Batch, prediction: Prediction, machine: Machine
+) -> int | None:
+    """The smallest tokens per step whose computation takes as long as the busiest other lane.
+
+    Weights, gradients and state move once a step however many tokens it has; saved inputs grow with them.  None where
+    saved inputs alone take longer than the computation, so that no number of tokens hides them.
+    """
+    costs = Costs(spec, placement, batch, machine)
+    compute_s = prediction.busy_s["device"] / batch.tokens
+    if compute_s <= 0:
+        return None
+    found = 0
+    for lane, busy in prediction.busy_s.items():
+        if lane == "device":
+            continue
+        growing = (
+            sum(costs(op) for op in prediction.program.ops if op.lane == lane and op.verb.endswith(".x")) / batch.tokens
+        )
+        fixed = busy - growing * batch.tokens
+        if fixed <= 0 and growing <= compute_s:
+            continue
+        if growing >= compute_s:
+            return None
+        found = max(found, int(fixed / (compute_s - growing)) + 1)
+    return found
