@@ -30,7 +30,9 @@ app = typer.Typer(
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="The configuration.")]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[section.key=value ...]", help="Values that replace those of the file.", show_default=False),
+    typer.Argument(
+        metavar="[section.key=value ...]", help="Values that replace those of the file.", show_default=False
+    ),
 ]
 SwapPaths = Annotated[list[str] | None, typer.Option("--swap", metavar="PATH", help="A swap directory; repeatable.")]
 

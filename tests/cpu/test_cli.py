@@ -1,4 +1,4 @@
-"""The verbs `check` and `data`, as a user runs them: real processes, real swap paths, a real dead run.
+"""The command line as a user meets it: real processes, real swap paths, a real dead run; statuses of the contract.
 
 Case G04, kind K04 in part: what dead runs leave in a swap path is told with its size and removed only after a yes.
 """
@@ -181,3 +181,45 @@ def test_data_without_a_readable_model_is_refused(
         (tmp_path / "absent" / "config.json").write_text(text)
     with pytest.raises(ConfigError, match=r"model\.path"):
         data_command(data_config(tmp_path, tmp_path / "absent", [dialogue("good")]), [], 1)
+
+
+# ---- errors and statuses ----
+
+
+def test_a_wrong_configuration_ends_with_status_2_and_one_paragraph(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(
+        '[model]\npath = "m"\n[data]\ntrain = ["a.jsonl"]\npacking = false\n[train]\noutput = "runs/a"\nstepz = 1\n'
+    )
+    done = offloadz("train", str(path), "optimizer.lrr=1")
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("offloadz: 2 problems") and "Traceback" not in done.stderr
+    assert "nearest is train.steps" in done.stderr and "nearest is optimizer.lr" in done.stderr
+    assert not (tmp_path / "runs").exists()
+    done = offloadz("train", str(path), OFFLOADZ_DEBUG="1")
+    assert done.returncode == 2 and "Traceback" in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [("bench",), ("report", "runs/a"), ("trian", "a.toml"), ("train",)])
+def test_verbs_that_are_not_there_end_with_status_2(arguments: tuple[str, ...]) -> None:
+    done = offloadz(*arguments)
+    assert done.returncode == 2 and done.stderr and "Traceback" not in done.stderr
+
+
+def test_help_needs_no_torch() -> None:
+    code = "import sys, offloadz.cli as c; print('torch' in sys.modules, 'transformers' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert done.stdout == "False False\n", done.stderr
+    done = offloadz("--help")
+    assert done.returncode == 0
+    for verb in ("train", "plan", "show", "bench", "check", "data", "export", "report"):
+        assert f"\n  {verb} " in done.stdout
+
+
+def test_errors_become_the_statuses_of_the_contract() -> None:
+    from offloadz.cli import exit_status, told
+    from offloadz.plan.errors import DiskFailed, DoesNotFit
+
+    kinds = {ConfigError("a"): 2, DoesNotFit("a"): 3, DiskFailed("a"): 1, KeyboardInterrupt(): 130, KeyError("a"): 1}
+    assert [exit_status(error) for error in kinds] == list(kinds.values())
+    assert told(DiskFailed("the disk")) == "the disk" and told(KeyError("a")) == "KeyError: 'a'"

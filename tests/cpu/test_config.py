@@ -4,15 +4,11 @@ Each key is misspelt in every way of the case (letter dropped, two swapped, othe
 command line and from Python; wrong types, contradictions, names of other trainers and what is not built are refused.
 """
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-import offloadz.config as conf
-from offloadz.config import Config, config_differences, config_from_tables, load_config, parse_bytes, parse_every
+from offloadz.config import config_differences, config_from_tables, load_config, parse_bytes, parse_every
 from offloadz.config.names import FOREIGN
 from offloadz.config.sections import RULES
 from offloadz.plan.errors import ConfigError
@@ -246,100 +242,6 @@ def test_rhythms() -> None:
     assert parse_every("30min") == (0, 1800.0) and parse_every("1.5h") == (0, 5400.0) and parse_every("90 s") == (0, 90)
 
 
-# ---- K20: contradictions, and what is not built ----
-
-
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        (["train.batch_size=4", "train.micro_batch_size=5"], "needs at most train.batch_size = 4"),
-        (["train.batch_size=4", "train.micro_batch_size=2", "offload.sweeps=3"], "needs at most 2"),
-        (["train.steps=5", "train.epochs=2"], "both say how long"),
-        (["train.steps=5", "optimizer.warmup=6"], "needs at most train.steps = 5"),
-        (["optimizer.warmup=1.5"], "whole number of steps"),
-        (["optimizer.schedule=constant", "optimizer.min_lr=0.1"], "never ends lower"),
-        (["offload.commit=in_place"], "in_place cannot clip"),
-        (["data.eval=b.jsonl", "data.eval_share=0.1"], "both say what is held out"),
-        (["train.eval_every=5"], "without data to evaluate on"),
-        (["data.format=text", "data.train_on=last"], "which has no turns"),
-        (["data.format=text", "data.chat_template=chatml"], "which has no turns"),
-        (["offload.parameters=disk"], 'offload.parameters = "disk" needs a directory'),
-        (["offload.activations=disk"], 'offload.activations = "disk" needs a directory'),
-        (["train.resume_with=optimizer.lrr"], "nearest is optimizer.lr"),
-    ],
-)
-def test_contradictions_are_refused(base: Path, overrides: list[str], words: str) -> None:
-    assert words in refusal(base, *overrides)
-
-
-@pytest.mark.parametrize(
-    "override",
-    [
-        "model.dtype=float16",
-        "model.attention=flash_attention_2",
-        "model.kernels=compile",
-        "model.kernels=liger",
-        "model.add_tokens=<|im_end|>",
-        "data.format=sharegpt",
-        "data.format=alpaca",
-        "data.format=prompt_completion",
-        "data.eval_share=0.1",
-        "data.packing=true",
-        "train.trace_steps=[3]",
-        "optimizer.name=lion",
-        "optimizer.name=sgd",
-        "optimizer.momentum=0.5",
-        "optimizer.state=bf16",
-        "optimizer.state=int8",
-        "optimizer.state=int8-sr",
-        "offload.device=cuda:0",
-        'offload.swap=["/a", "/b"]',
-        "offload.machine=laptop",
-        "offload.commit=shadow",
-        "offload.commit=in_place",
-        "offload.io=io_uring",
-        "offload.zero_stage=1",
-        "offload.zero_stage=3",
-    ],
-)
-def test_what_is_not_built_is_refused_by_name(base: Path, override: str) -> None:
-    key, _, value = override.partition("=")
-    told = refusal(base, override)
-    assert told.startswith((f"{key} (command line): ", "2 problems")) and value.strip("[]") in told
-    assert "not built" in told or "is refused" in told
-    assert "write " in told or "; name " in told
-
-
-def test_packing_says_what_to_write(tmp_path: Path) -> None:
-    told = refusal(written(tmp_path, BASE.replace("packing = false", "")))
-    assert told == "data.packing: true (the default) is not built yet; write packing = false"
-
-
-def test_each_default_but_packing_is_in_force() -> None:
-    refused = [entry.key for entry in conf.NOT_BUILT if entry.values and entry.values[0] is True]
-    assert refused == ["data.packing"]
-    config = config_from_tables({"model": {"path": "m"}, "data": {"packing": False}})
-    assert config == Config(model=conf.ModelConfig(path="m"), data=conf.DataConfig(packing=False))
-
-
-def test_a_machine_may_be_planned_for_but_not_trained_on(base: Path) -> None:
-    assert load_config(base, ["offload.machine=laptop"]).offload.machine == "laptop"
-    assert "offload.machine" in refusal(base, "offload.machine=laptop", training=True)
-
-
-def test_several_ranks_are_refused(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    load_config(base, training=True)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "WORLD_SIZE" in refusal(base, training=True)
-    load_config(base)  # a plan may be made anywhere
-
-
-def test_what_has_no_default_is_asked_for(tmp_path: Path) -> None:
-    told = refusal(written(tmp_path, "[data]\npacking = false\n"), training=True)
-    assert told.startswith("3 problems") and all(key in told for key in ("model.path", "data.train", "train.output"))
-
-
 # ---- one go, one source, round trip ----
 
 
@@ -416,55 +318,3 @@ def test_differences_that_matter_on_resume(base: Path) -> None:
     allowed = load_config(base, ["optimizer.lr=1e-4", 'train.resume_with=["optimizer.lr"]'])
     assert config_differences(old, allowed) == []
     assert len(config_differences(old, allowed, every_key=True)) == 2
-
-
-# ---- the command line ----
-
-
-def offloadz(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "offloadz", *arguments],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "COLUMNS": "200", **environment},
-        cwd=Path(conf.__file__).parents[2],
-        timeout=120,
-    )
-
-
-def test_a_wrong_configuration_ends_with_status_2_and_one_paragraph(tmp_path: Path) -> None:
-    path = written(tmp_path, BASE + "stepz = 1\n")
-    done = offloadz("train", str(path), "optimizer.lrr=1")
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith("offloadz: 2 problems") and "Traceback" not in done.stderr
-    assert "nearest is train.steps" in done.stderr and "nearest is optimizer.lr" in done.stderr
-    assert not (tmp_path / "runs").exists()
-    done = offloadz("train", str(path), OFFLOADZ_DEBUG="1")
-    assert done.returncode == 2 and "Traceback" in done.stderr
-
-
-@pytest.mark.parametrize("arguments", [("bench",), ("report", "runs/a"), ("trian", "a.toml"), ("train",)])
-def test_verbs_that_are_not_there_end_with_status_2(arguments: tuple[str, ...]) -> None:
-    done = offloadz(*arguments)
-    assert done.returncode == 2 and done.stderr and "Traceback" not in done.stderr
-
-
-def test_help_needs_no_torch() -> None:
-    code = "import sys, offloadz.cli as c; print('torch' in sys.modules, 'transformers' in sys.modules)"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=Path(conf.__file__).parents[2]
-    )
-    assert done.stdout == "False False\n", done.stderr
-    done = offloadz("--help")
-    assert done.returncode == 0
-    for verb in ("train", "plan", "show", "bench", "check", "data", "export", "report"):
-        assert f"\n  {verb} " in done.stdout
-
-
-def test_errors_become_the_statuses_of_the_contract() -> None:
-    from offloadz.cli import exit_status, told
-    from offloadz.plan.errors import DiskFailed, DoesNotFit
-
-    kinds = {ConfigError("a"): 2, DoesNotFit("a"): 3, DiskFailed("a"): 1, KeyboardInterrupt(): 130, KeyError("a"): 1}
-    assert [exit_status(error) for error in kinds] == list(kinds.values())
-    assert told(DiskFailed("the disk")) == "the disk" and told(KeyError("a")) == "KeyError: 'a'"
