@@ -88,11 +88,11 @@ def slot_bytes(spec: ModelSpec, placement: Placement, saved_bytes: int = 0) -> d
     if placement.gradients == "disk":
         pools["host.g"] = max(u.grad_bytes(accumulates(spec, placement, i)) for i, u in enumerate(spec.units))
     if "host" in placement.part_route[1:]:
-        pools["host.p"] = aligned(max(p.weight_bytes for p in parts))
+        pools["host.p"] = aligned(max(p.weight_bytes for u in spec.units for p in u.parts))
     if "host" in placement.state_route[1:]:
         pools["host.s"] = aligned(max(p.state_bytes for p in parts))
     if "host" in placement.grad_part_route[1:]:
-        pools["host.h"] = aligned(max(p.weight_bytes for p in parts))
+        pools["host.h"] = aligned(max(p.weight_bytes for p in parts), 1 << 20)  # a transfer ends a checksum piece
     if placement.activations == "disk":
         pools["host.x"] = aligned(saved_bytes)
     if placement.activations != "device" and not placement.unified:

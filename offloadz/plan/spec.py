@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from math import prod
+from math import lcm, prod
 
 PAGE_BYTES = 4096
 """Alignment of every extent, slot and section: what direct I/O asks for."""
@@ -115,11 +115,15 @@ class Unit:
 
     @cached_property
     def parts(self) -> tuple[Part, ...]:
-        """Every section cut into runs of at most PART_ELEMENTS, frozen ones too (they are loaded, never updated)."""
+        """Every section cut into runs of about PART_ELEMENTS, frozen ones too (they are loaded, never updated).
+
+        Tiles are cut between rows, so that a row to be looked up lies in one part.
+        """
         cuts = []
+        step = PART_ELEMENTS if self.kind != "tile" else _whole_rows(self.sections[0].members[0].shape[-1])
         for index, section in enumerate(self.sections):
-            for start in range(0, section.num_elements, PART_ELEMENTS):
-                stop = min(start + PART_ELEMENTS, section.num_elements)
+            for start in range(0, section.num_elements, step):
+                stop = min(start + step, section.num_elements)
                 cuts.append(Part(index, start, stop, section.dtype))
         return tuple(cuts)
 
@@ -221,11 +225,21 @@ class ModelSpec:
         return len(self.seats)
 
     @cached_property
+    def table_units(self) -> frozenset[int]:
+        """Units of tables: their gradient is complete only when the looked-up rows are added, at the step's end."""
+        return frozenset(u for s in self.seats if s.kind == "table" for u in s.units)
+
+    @cached_property
     def shared_units(self) -> frozenset[int]:
-        """Units that a table and a head both use (tied): their gradient has two sources."""
-        tables = {u for s in self.seats if s.kind == "table" for u in s.units}
-        others = {u for s in self.seats if s.kind != "table" for u in s.units}
-        return frozenset(tables & others)
+        """Units that several seats use (tied weights): their gradient has several sources."""
+        used = [u for s in self.seats for u in set(s.units)]
+        return frozenset(u for u in used if used.count(u) > 1)
+
+
+def _whole_rows(width: int) -> int:
+    """Elements of a part that is whole rows and starts on a page in every dtype."""
+    unit = lcm(width, PAGE_BYTES // 2)
+    return max(1, PART_ELEMENTS // unit) * unit
 
 
 def _running(sizes: Iterable[int]) -> tuple[int, ...]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from offloadz.plan.ops import Op, Program
-from offloadz.plan.placement import Placement
+from offloadz.plan.placement import Placement, accumulates
 from offloadz.plan.spec import ITEM_BYTES, ModelSpec
 
 
@@ -77,8 +77,9 @@ def build(
                 script.forward(turn)
         elif isinstance(phase, Backward):
             script.updates(tuple(script.pending))
-            for turn in phase.turns:
-                script.backward(turn, phase.last)
+            for index, turn in enumerate(phase.turns):
+                later = {u for t in phase.turns[index + 1 :] for u in spec.seats[t.seat].units}
+                script.backward(turn, later if phase.last else set(spec.seats[turn.seat].units))
         elif isinstance(phase, Finish):
             script.updates(tuple(script.pending))
             script.finish(phase.tables)
@@ -184,7 +185,8 @@ class Script:
             places = target
         return places
 
-    def backward(self, turn: Turn, last: bool) -> None:
+    def backward(self, turn: Turn, more: set[int]) -> None:
+        """A turn backward; `more`: units whose gradient gets further terms from later turns."""
         self.phase = "backward"
         seat = self.spec.seats[turn.seat]
         if seat.kind == "table":
@@ -196,12 +198,14 @@ class Script:
             for micro in range(turn.micros):
                 saved = self.kept(turn, unit, micro) if seat.kind != "head" else ()
                 self.compute("backward", turn, unit, micro, (*places, *saved, *slope), slope)
-            self.close_gradient(unit, last and unit not in self.spec.shared_units)
+            self.close_gradient(unit, unit not in more and unit not in self.spec.table_units)
 
     def open_gradient(self, unit: int) -> tuple[str, ...]:
         """A gradient slot that holds zeros or the sum so far."""
         if not self.spec.units[unit].trainable:
             return ()
+        if self.grads.get(unit) == "done":
+            raise RuntimeError(f"{self.spec.units[unit].name}: a second backward in a step whose gradients were already rounded")
         slope = (f"g{unit}@compute",)
         nbytes = self.spec.units[unit].slope_bytes
         if self.grads.get(unit) == "sum":
@@ -214,6 +218,8 @@ class Script:
         """Send a gradient home: rounded once and measured if `last`, else as the fp32 sum it is."""
         if not self.spec.units[unit].trainable:
             return
+        if not last and not accumulates(self.spec, self.placement, unit):
+            raise RuntimeError(f"{self.spec.units[unit].name}: several backward turns in a step planned for one")
         route, places = self.placement.grad_route, (f"g{unit}@compute",)
         for tier, onward in zip(route, route[1:], strict=False):
             lane, verb = HOPS[tier, onward]

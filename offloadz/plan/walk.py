@@ -10,7 +10,7 @@ walk cannot deadlock.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from offloadz.plan.ops import Op, Program
@@ -54,8 +54,14 @@ class Frontier:
 class Walk:
     """A position in a program, and the events of what has been submitted."""
 
-    def __init__(self, program: Program, lanes: Mapping[str, Lane], frontier: Frontier) -> None:
-        self.program, self.lanes, self.frontier = program, lanes, frontier
+    def __init__(
+        self,
+        program: Program,
+        lanes: Mapping[str, Lane],
+        frontier: Frontier,
+        observe: Callable[[Op], None] = lambda op: None,
+    ) -> None:
+        self.program, self.lanes, self.frontier, self.observe = program, lanes, frontier, observe
         self.events: list[Event] = [None] * len(program.ops)
         self.index = 0
 
@@ -91,6 +97,7 @@ class Walk:
             waits += self.frontier.waits(op)
         event = self.events[index] = self.lanes[op.lane].submit(op, waits)
         self.frontier.record(op, event)
+        self.observe(op)
 
 
 class VirtualLane:

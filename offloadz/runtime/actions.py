@@ -1,0 +1,184 @@
+"""What each verb does: straight-line functions over buffers, in a table.
+
+An action is told everything by its op; where a plan could have answered there is no `if` here.  All of them run on
+worker lanes and call plain C that leaves the interpreter lock free (see [Note: one OpenMP team] in `lanes.py`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from offloadz.memory.flat import DTYPES, spans, typed
+from offloadz.plan.ops import Op
+from offloadz.plan.spec import aligned
+from offloadz.runtime import native
+from offloadz.runtime.room import Room
+
+
+def load_w(room: Room, op: Op) -> None:
+    """All parts of a unit's weights, from disk into one host slot."""
+    whole = room.slots[op.writes[0]]
+    for part, place in enumerate(op.reads):
+        room.drive.read(room.extents[place], room.part_bytes("w", op.unit, part, whole))
+
+
+def load_part(room: Room, op: Op) -> None:
+    """A part's state or weights, from disk into a host slot."""
+    extent, slot = room.extents[op.reads[0]], room.slots[op.writes[0]]
+    room.drive.read(extent, slot[: aligned(extent.nbytes)])
+
+
+def load_h(room: Room, op: Op) -> None:
+    """A part's rounded gradient; its extent may be longer, having held a sum."""
+    extent = room.extents[op.reads[0]]
+    nbytes = room.padded_bytes(extent, op.nbytes)
+    room.drive.read(extent, room.slots[op.writes[0]][: aligned(nbytes)], nbytes)
+
+
+def store_part(room: Room, op: Op) -> None:
+    """A part's state or weights, from a host slot to disk."""
+    extent, slot = room.extents[op.writes[0]], room.slots[op.reads[0]]
+    room.drive.write(extent, slot[: aligned(extent.nbytes)])
+
+
+def load_g(room: Room, op: Op) -> None:
+    """A unit's open gradient sum, from disk into one host slot."""
+    whole = room.slots[op.writes[0]]
+    for part, place in zip(room.spec.units[op.unit].trained_parts, op.reads, strict=True):
+        room.drive.read(room.extents[place], room.part_bytes("g", op.unit, part, whole))
+
+
+def store_g(room: Room, op: Op) -> None:
+    """A unit's rounded gradient, part by part, from its host slot to disk."""
+    whole, unit = room.slots[op.reads[0]], room.spec.units[op.unit]
+    for part, place in zip(unit.trained_parts, op.writes, strict=True):
+        extent = room.extents[place]
+        nbytes = room.padded_bytes(extent, unit.parts[part].weight_bytes)
+        room.drive.write(extent, room.part_bytes("g", op.unit, part, whole)[: aligned(nbytes)], nbytes)
+
+
+def store_g_sum(room: Room, op: Op) -> None:
+    """A unit's open gradient sum, part by part, from its host slot to disk."""
+    whole = room.slots[op.reads[0]]
+    for part, place in zip(room.spec.units[op.unit].trained_parts, op.writes, strict=True):
+        room.drive.write(room.extents[place], room.part_bytes("g", op.unit, part, whole))
+
+
+CONVERT: dict[tuple[torch.dtype, torch.dtype], Callable[[Tensor, Tensor], None]] = {
+    (torch.float32, torch.bfloat16): native.widen_,
+    (torch.float32, torch.float32): native.copy_,
+    (torch.bfloat16, torch.bfloat16): native.copy_,
+}
+"""(destination, source) dtype to what brings one into the other."""
+
+
+def fetch_w(room: Room, op: Op) -> None:
+    """A unit's weights into a compute slot, in the dtype of the computation."""
+    for target, source in zip(room.weights(op.unit, op.writes[0]), room.stored_weights(op.unit, op.reads[0]), strict=True):
+        CONVERT[target.dtype, source.dtype](target, source)
+
+
+def zero_g(room: Room, op: Op) -> None:
+    """A gradient slot set to zero, as far as its unit reaches."""
+    slot = room.slots[op.writes[0]]
+    ctypes.memset(slot.data_ptr(), 0, room.spec.units[op.unit].slope_bytes)
+
+
+def fetch_g(room: Room, op: Op) -> None:
+    """An open gradient sum into the gradient slot."""
+    unit, slopes = room.spec.units[op.unit], room.slopes(op.unit, op.writes[0])
+    for k in unit.trained_parts:
+        part = unit.parts[k]
+        native.copy_(slopes[part.section][part.start : part.stop], room.grad_part(op.unit, k, op.reads[0], torch.float32))
+
+
+def save_g(room: Room, op: Op) -> None:
+    """The gradient slot to its home as the fp32 sum it is."""
+    unit, slopes = room.spec.units[op.unit], room.slopes(op.unit, op.reads[0])
+    for k in unit.trained_parts:
+        part = unit.parts[k]
+        native.copy_(room.grad_part(op.unit, k, op.writes[0], torch.float32), slopes[part.section][part.start : part.stop])
+
+
+def drain_g(room: Room, op: Op) -> None:
+    """The gradient slot to its home, rounded once; the norm is taken of the rounded values, which the update reads."""
+    unit, slopes = room.spec.units[op.unit], room.slopes(op.unit, op.reads[0])
+    for k in unit.trained_parts:
+        part = unit.parts[k]
+        target = room.grad_part(op.unit, k, op.writes[0], DTYPES[part.dtype])
+        room.squares[op.unit, k] = native.drain_(target, slopes[part.section][part.start : part.stop])
+
+
+def save_x(room: Room, op: Op) -> None:
+    """A live input into its host buffer; the device lets go of it."""
+    source = room.live.pop((op.call, op.micro))
+    place = op.writes[0]
+    target = room.slots[place][: source.nbytes] if "#" in place else room.saved[place]
+    native.copy_(target, source.view(-1))
+
+
+def store_x(room: Room, op: Op) -> None:
+    """A saved input from its host slot to disk."""
+    extent = room.extents[op.writes[0]]
+    nbytes = room.padded_bytes(extent, input_bytes(room, op))
+    room.drive.write(extent, room.slots[op.reads[0]][: aligned(nbytes)], nbytes)
+
+
+def load_x(room: Room, op: Op) -> None:
+    """A saved input from disk into a host slot."""
+    extent = room.extents[op.reads[0]]
+    nbytes = room.padded_bytes(extent, input_bytes(room, op))
+    room.drive.read(extent, room.slots[op.writes[0]][: aligned(nbytes)], nbytes)
+
+
+def input_bytes(room: Room, op: Op) -> int:
+    shape, dtype = room.shapes[op.call, op.micro]
+    return int(shape.numel()) * dtype.itemsize
+
+
+def update(room: Room, op: Op) -> None:
+    """One optimizer step over a part, parameter by parameter; one without a gradient is left as it is."""
+    unit = room.spec.units[op.unit]
+    part = unit.parts[op.part]
+    grad, held, stored = op.reads
+    state = room.state(op.unit, op.part, held)
+    weight = typed(room.buffer(stored), 0, part.num_elements, DTYPES[part.dtype])
+    slope = typed(room.buffer(grad), 0, part.num_elements, DTYPES[part.dtype])
+    for span in spans(unit, part):
+        at = span.part_slice
+        for settings in room.due.get(span.member.name, ()):
+            native.adamw_(
+                weight[at],
+                None if state.low is None else state.low[at],
+                state.exp_avg[at],
+                state.exp_avg_sq[at],
+                slope[at],
+                **settings,
+            )
+
+
+ACTIONS: dict[str, Callable[[Room, Op], None]] = {
+    "load.w": load_w,
+    "load.s": load_part,
+    "load.p": load_part,
+    "load.h": load_h,
+    "load.g": load_g,
+    "load.x": load_x,
+    "store.s": store_part,
+    "store.p": store_part,
+    "store.g": store_g,
+    "store.g.sum": store_g_sum,
+    "store.x": store_x,
+    "fetch.w": fetch_w,
+    "fetch.g": fetch_g,
+    "zero.g": zero_g,
+    "save.g": save_g,
+    "drain.g": drain_g,
+    "save.x": save_x,
+    "update": update,
+}
+"""Every verb of a worker lane."""

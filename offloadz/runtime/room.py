@@ -1,0 +1,205 @@
+"""The buffers of a run and where to find them: slots, homes, extents, saved inputs.
+
+Made once from the spec and the placement; `placement.slot_bytes` and `home_bytes` say how large everything is, so the
+plan's table and this room cannot disagree.  It moves nothing: `actions.py` does, told by ops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from offloadz.memory.disk import DiskTier
+from offloadz.memory.flat import (
+    DTYPES,
+    StateViews,
+    compute_sections,
+    slope_sections,
+    state_views,
+    stored_sections,
+    typed,
+)
+from offloadz.memory.host import HostPool, needed_bytes
+from offloadz.memory.tier import PIECE_BYTES, Extent, rounded
+from offloadz.plan.placement import Placement, accumulates, slot_bytes
+from offloadz.plan.spec import ModelSpec, Part, Unit, aligned
+
+ROLES = {"w": ("state", "weights", "parameters"), "s": ("state", "optimizer", "optimizer"), "g": ("scratch", "gradients", "gradients")}
+"""Per kind of stored value: area and role on disk, and its name in a placement."""
+
+
+@dataclass
+class Room:
+    """All memory of a run.  `disk` may be None where nothing is placed there."""
+
+    spec: ModelSpec
+    placement: Placement
+    disk: DiskTier | None = None
+    slots: dict[str, Tensor] = field(default_factory=dict)
+    """Slot name (`host.w#1`) to its bytes."""
+    homes: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+    """(kind, unit) to the bytes of a value that stays in memory."""
+    extents: dict[str, Extent] = field(default_factory=dict)
+    """Place (`w3.0@disk`) to its extent."""
+    live: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    """(call, micro) to an input that has not left the device."""
+    saved: dict[str, Tensor] = field(default_factory=dict)
+    """Place (`x3.0@host`) to the bytes of a saved input at home."""
+    shapes: dict[tuple[int, int], tuple[torch.Size, torch.dtype]] = field(default_factory=dict)
+    squares: dict[tuple[int, int], float] = field(default_factory=dict)
+    """(unit, part) to the sum of squares of its rounded gradient."""
+    due: dict[str, tuple[dict[str, Any], ...]] = field(default_factory=dict)
+    """Parameter name to the settings of the updates that are due (one, or none for a parameter without a gradient)."""
+    pools: list[HostPool] = field(default_factory=list)
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        return DTYPES[self.placement.compute]
+
+    def build(self, saved_bytes: int = 0) -> None:
+        """Make every buffer and reserve every extent.  Raises DoesNotFit (memory or drive)."""
+        sizes = {
+            f"{pool}#{i}": aligned(nbytes)
+            for pool, nbytes in slot_bytes(self.spec, self.placement, saved_bytes).items()
+            for i in range(self.placement.slots)
+        }
+        homes = {key: aligned(n) for key, n in self._home_sizes() if n}
+        pool = HostPool(needed_bytes([*sizes.values(), *homes.values()]))
+        self.pools.append(pool)
+        self.slots = {name: pool.take(name, nbytes) for name, nbytes in sizes.items()}
+        self.homes = {key: pool.take(f"{key[0]}{key[1]}", nbytes) for key, nbytes in homes.items()}
+        self._reserve()
+
+    def _home_sizes(self) -> Iterator[tuple[tuple[str, int], int]]:
+        for kind, (_, _, name) in ROLES.items():
+            if getattr(self.placement, name) != "disk":
+                for index, unit in enumerate(self.spec.units):
+                    yield (kind, index), self._unit_bytes(kind, index, unit)
+
+    def _unit_bytes(self, kind: str, index: int, unit: Unit) -> int:
+        if kind == "g":
+            return unit.grad_bytes(accumulates(self.spec, self.placement, index))
+        return unit.weight_bytes if kind == "w" else unit.state_bytes
+
+    def _reserve(self) -> None:
+        for kind, (area, role, name) in ROLES.items():
+            if getattr(self.placement, name) != "disk":
+                continue
+            for index, unit in enumerate(self.spec.units):
+                for k in range(len(unit.parts)) if kind == "w" else unit.trained_parts:
+                    nbytes = self._part_bytes(kind, index, unit.parts[k])
+                    self.extents[f"{kind}{index}.{k}@disk"] = self.drive.reserve(area, f"{role}/{unit.name}#{k}", nbytes)
+        if self.disk is not None:
+            self.disk.allocate()
+
+    def _part_bytes(self, kind: str, index: int, part: Part) -> int:
+        if kind == "g":
+            return part.num_elements * 4 if accumulates(self.spec, self.placement, index) else part.weight_bytes
+        return part.weight_bytes if kind == "w" else part.state_bytes
+
+    @property
+    def drive(self) -> DiskTier:
+        if self.disk is None:
+            raise ValueError("something is placed on disk and there is no swap path; set offload.swap")
+        return self.disk
+
+    def buffer(self, place: str) -> Tensor:
+        """Bytes of a place in memory: a slot, or the part of a home (`s3.0@host`)."""
+        if "#" in place:
+            return self.slots[place]
+        name = place.partition("@")[0]
+        kind, (unit, part) = name[0], map(int, name[1:].split("."))
+        return self.part_bytes(kind, unit, part, self.homes[kind, unit])
+
+    def part_bytes(self, kind: str, unit: int, part: int, whole: Tensor) -> Tensor:
+        """A part's bytes, padded to whole pages, within the buffer of its unit."""
+        owner = self.spec.units[unit]
+        if kind == "w":
+            at = owner.part_weight_offset(owner.parts[part])
+            return whole[at : at + aligned(owner.parts[part].weight_bytes)]
+        if kind == "s":
+            at = owner.state_offsets[part]
+            return whole[at : at + aligned(owner.parts[part].state_bytes)]
+        at = owner.grad_offsets(accumulates(self.spec, self.placement, unit))[part]
+        return whole[at : at + aligned(self._part_bytes("g", unit, owner.parts[part]))]
+
+    def unit_bytes(self, kind: str, unit: int, place: str) -> Tensor:
+        """The buffer of a whole unit: the slot named by `place`, else its home."""
+        return self.slots[place] if "#" in place else self.homes[kind, unit]
+
+    def stored_weights(self, unit: int, place: str) -> list[Tensor]:
+        return stored_sections(self.spec.units[unit], self.unit_bytes("w", unit, place))
+
+    def weights(self, unit: int, place: str) -> list[Tensor]:
+        """Flat sections to compute from; `place` is the first place a computation reads."""
+        if place.startswith("compute."):
+            return compute_sections(self.spec.units[unit], self.slots[place], self.compute_dtype)
+        return self.stored_weights(unit, place)
+
+    def slopes(self, unit: int, place: str) -> list[Tensor]:
+        """Flat fp32 gradient sections of a slot."""
+        return slope_sections(self.spec.units[unit], self.slots[place])
+
+    def grad_part(self, unit: int, part: int, place: str, dtype: torch.dtype) -> Tensor:
+        """Flat view of a part of a stored gradient, in the slot of its unit or at home."""
+        whole = self.unit_bytes("g", unit, place)
+        return typed(self.part_bytes("g", unit, part, whole), 0, self.spec.units[unit].parts[part].num_elements, dtype)
+
+    def state(self, unit: int, part: int, place: str) -> StateViews:
+        return state_views(self.spec.units[unit].parts[part], self.buffer(place))
+
+    def padded_bytes(self, extent: Extent, nbytes: int) -> int:
+        """Length of a transfer that must end a piece or the extent."""
+        return min(rounded(nbytes, PIECE_BYTES), extent.nbytes)
+
+    def keep(self, call: int, micro: int, x: Tensor) -> None:
+        """Lay an input ready to be saved, with a home for it."""
+        key = (call, micro)
+        self.live[key], self.shapes[key] = x, (x.shape, x.dtype)
+        place, home = f"x{call}.{micro}", self.placement.activations
+        if home == "host":
+            held = self.saved.get(f"{place}@host")
+            if held is None or held.numel() != x.nbytes:
+                self.saved[f"{place}@host"] = torch.empty(x.nbytes, dtype=torch.uint8)
+        if home == "disk" and f"{place}@disk" not in self.extents:
+            size = self.slots["host.x#0"].numel()
+            self.extents[f"{place}@disk"] = self.drive.reserve("scratch", f"activations/{place}.{size}", size)
+            self.drive.allocate()
+
+    def kept(self, call: int, micro: int, place: str) -> Tensor:
+        """A saved input, from where it was brought to."""
+        shape, dtype = self.shapes[call, micro]
+        if place.endswith("@live"):
+            return self.live[call, micro]
+        held = self.slots[place] if "#" in place else self.saved[place]
+        return typed(held, 0, shape.numel(), dtype).view(shape)
+
+    def fits_saved(self, nbytes: int) -> bool:
+        slot = self.slots.get("host.x#0")
+        return self.placement.activations != "disk" or (slot is not None and slot.numel() >= nbytes)
+
+    def grow_saved(self, nbytes: int) -> None:
+        """Larger slots for saved inputs; all lanes must be idle."""
+        size, count = aligned(nbytes), self.placement.slots
+        pool = HostPool(needed_bytes([size] * count))
+        self.pools.append(pool)
+        self.slots |= {f"host.x#{i}": pool.take(f"host.x#{i}", size) for i in range(count)}
+        self.extents = {place: extent for place, extent in self.extents.items() if not place.startswith("x")}
+
+    def forget_inputs(self) -> None:
+        """The step is over: nothing will ask for its inputs again."""
+        self.live.clear()
+        self.shapes.clear()
+
+    def close(self, keep_state: bool = False) -> None:
+        """Give all memory back; scratch goes, state too unless it is to be kept."""
+        for held in (self.slots, self.homes, self.live, self.saved, self.shapes, self.squares, self.due):
+            held.clear()  # type: ignore[attr-defined]
+        for pool in self.pools:
+            pool.close()
+        if self.disk is not None:
+            self.disk.close(keep_state)

@@ -1,0 +1,339 @@
+"""A run's lanes and programs: whose turn it is, what is in flight, what is due.
+
+The stand-ins in the model say "forward of seat 3, two micro-batches" and then run their computation through `compute`;
+the session holds the program that was expected, submits its transfers and updates around those turns, and re-plans
+when somebody comes out of turn.  [Note: a guess may be wrong] The program is a guess at what the model will do, taken from
+what it did in the last step; a wrong guess costs the wait for what is in flight, never a result.
+
+Left to others: what a computation is (`model/`), what a verb does (`actions.py`), when a step ends (`model/run.py`).
+The trade-off: after a step the next one's first transfers and updates are begun at once on the guess that it will be
+alike; where it is not, at most `slots` fetched blocks were read in vain.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from offloadz.memory.flat import DTYPES, state_views, typed
+from offloadz.plan.errors import UpdateFailed
+from offloadz.plan.ops import LANES, Op, Program
+from offloadz.plan.passes import compiled
+from offloadz.plan.spec import Part, Unit, aligned
+from offloadz.plan.steps import Backward, Finish, Forward, Phase, Turn, Updates, build
+from offloadz.plan.walk import Frontier, Walk
+from offloadz.runtime import native
+from offloadz.runtime.actions import ACTIONS
+from offloadz.runtime.lanes import InlineLane, WorkerLane, jitter
+from offloadz.runtime.room import Room
+
+WORKERS = tuple(lane for lane in LANES if lane not in ("device", "net"))
+
+
+@dataclass
+class PartView:
+    """A part of a unit at rest: flat views of its weights and optimizer state (None where frozen, or no low bits)."""
+
+    unit_index: int
+    unit: Unit
+    part_index: int
+    part: Part
+    weight: Tensor
+    low: Tensor | None
+    exp_avg: Tensor | None
+    exp_avg_sq: Tensor | None
+
+
+class Session:
+    """Turns, programs and lanes of one run over a `Room`.
+
+    `micros`: micro-batches a block's turn is expected to have.  `poison`: random delays before every transfer and NaN
+    into every slot before it is filled.
+    """
+
+    def __init__(self, room: Room, *, poison: bool = False, seed: int = 0) -> None:
+        self.room, self.spec, self.placement = room, room.spec, room.placement
+        self.inline = InlineLane()
+        self.workers = {name: WorkerLane(name, self._act, self._poison(seed, i) if poison else None) for i, name in enumerate(WORKERS)}
+        self.lanes = {"device": self.inline, **self.workers}
+        self.frontier = Frontier()
+        self.walk: Walk | None = None
+        self.script: deque[tuple[str, Turn | Finish]] = deque()
+        """What the current walk expects to be announced, in order."""
+        self.pending: tuple[int, ...] = ()
+        """Units whose update is due and in no walk yet."""
+        self.grads: dict[int, str] = {}
+        """Per unit of this step: `sum` while its gradient is open, `done` once rounded."""
+        self.order = list(range(len(self.spec.seats)))
+        """Seats in the order in which the last forward met them."""
+        self.open: list[Turn] = []
+        """Graded forward turns of this step that have had no backward."""
+        self.history: list[tuple[str, Turn | Finish, bool]] = []
+        self.last_step: list[tuple[str, Turn | Finish, bool]] = []
+        self.calls = 0
+        self.micros = 1
+        self.rounds = False
+        """Whether the coming backward turns are the step's last (their gradients are rounded as they leave)."""
+        self.steps: dict[str, int] = {}
+        """Parameter name to the number of updates it has had."""
+        self.step = 0
+        self.tables_used: dict[int, None] = {}
+        """Trained table seats looked up in this step, in order."""
+        self._programs: dict[object, Program] = {}
+
+    # ---- turns -------------------------------------------------------------------------------------------------
+
+    def begin(self, verb: str, seat: int, micros: int, graded: bool, call: int = -1) -> Turn:
+        """Announce a turn; afterwards run each of its computations through `compute`.
+
+        `call` is -1 for a forward, else the number that the forward's turn was given.
+        """
+        self.check()
+        turn = Turn(seat, self.calls if call < 0 else call, micros, graded)
+        if not (self.script and self.walk is not None and self.script[0] == (verb, turn)):
+            self._replan(verb, turn)
+        self.script.popleft()
+        if verb == "forward":
+            self.calls += 1
+            self._learn(turn)
+        elif turn in self.open:
+            self.open.remove(turn)
+        if torch.is_grad_enabled() or verb == "backward":
+            self.history.append((verb, turn, self.rounds))
+        return turn
+
+    def compute(self, work: Callable[[Op], None]) -> None:
+        """Run the computation whose turn it is on this thread, once what it reads has arrived."""
+        walk = self.walk
+        if walk is None or walk.waiting_for is None:
+            raise RuntimeError("a computation without a turn; every stand-in announces itself with `begin`")
+        self.inline.work = work
+        try:
+            walk.compute()
+        except BaseException:
+            self.check()
+            raise
+        finally:
+            self.inline.work = _nothing
+
+    def _learn(self, turn: Turn) -> None:
+        if turn.graded:
+            self.open.append(turn)
+        if self.spec.seats[turn.seat].kind == "table" and turn.graded:
+            self.tables_used.setdefault(turn.seat)
+
+    def _replan(self, verb: str, turn: Turn) -> None:
+        """Finish what is in flight and plan on from this turn."""
+        self.settle()
+        phases = self._onward(turn) if verb == "forward" else (Backward((turn, *self._below(turn)), self.rounds),)
+        self._start(phases)
+
+    def _onward(self, turn: Turn) -> tuple[Phase, ...]:
+        """The rest of a pass from this forward turn on, and the backward that will follow it."""
+        at = self.order.index(turn.seat) if turn.seat in self.order else turn.seat
+        turns = [turn]
+        for seat in self.order[at + 1 :]:
+            turns.append(self._guess(seat, turn.call + len(turns), turn.graded))
+        forward = Forward(tuple(turns))
+        if not turn.graded and not self._any_trained(turns):
+            return (forward,)
+        back = tuple(t for t in reversed([*self.open, *turns]) if t.graded)
+        return (forward, Backward(back, self.rounds)) if back and torch.is_grad_enabled() else (forward,)
+
+    def _any_trained(self, turns: list[Turn]) -> bool:
+        return any(t.graded for t in turns)
+
+    def _guess(self, seat: int, call: int, graded: bool) -> Turn:
+        kind = self.spec.seats[seat].kind
+        trained = torch.is_grad_enabled() and seat >= self.spec.first_trained_seat
+        return Turn(seat, call, self.micros if kind in ("block", "module") else 1, graded or trained)
+
+    def _below(self, turn: Turn) -> list[Turn]:
+        return [t for t in reversed(self.open) if t.call < turn.call]
+
+    # ---- steps -------------------------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """A new optimizer step: forget the inputs and gradients of the one before."""
+        self.check()
+        self.calls, self.open, self.grads, self.history = 0, [], {}, []
+        self.tables_used = {}
+        self.room.squares = {}
+
+    def finish(self, scatter: Callable[[int, Op], None]) -> float:
+        """Close all gradients of the step; returns the sum of their squares.  `scatter(seat, op)` adds a table's rows."""
+        tables = tuple(seat for seat in self.tables_used if any(self.spec.units[u].trainable for u in self.spec.seats[seat].units))
+        end = Finish(tables)
+        if not (self.script and self.script[0] == ("finish", end)):
+            self.settle()
+            self._start((end,))
+        self.script.popleft()
+        self.history.append(("finish", end, True))
+        for seat in tables:
+            for unit in self.spec.seats[seat].units:
+                if self.spec.units[unit].trainable:
+                    self.compute(lambda op, seat=seat: scatter(seat, op))  # type: ignore[misc]
+        self.compute(_nothing)
+        self.room.forget_inputs()
+        return sum(value for _, value in sorted(self.room.squares.items()))
+
+    def commit(self, units: tuple[int, ...], due: dict[str, tuple[dict[str, object], ...]]) -> None:
+        """The step is decided: these units' updates are due, with settings that are now fixed.  Begins the next step."""
+        self.last_step = self.history
+        self._drain()
+        self.room.due, self.pending = due, units
+        self.prime()
+
+    def prime(self) -> None:
+        """Begin the transfers and updates of a next step like the last one."""
+        phases = self._expected()
+        if phases:
+            self.begin_step()
+            self._start(phases)
+
+    def _expected(self) -> tuple[Phase, ...]:
+        phases: list[Phase] = []
+        for (verb, last), group in groupby(self.last_step, key=lambda entry: (entry[0], entry[2])):
+            entries = [entry for _, entry, _ in group]
+            turns = tuple(entry for entry in entries if isinstance(entry, Turn))
+            if verb == "finish":
+                phases += [entry for entry in entries if isinstance(entry, Finish)]
+            else:
+                phases.append(Forward(turns) if verb == "forward" else Backward(turns, last))
+        return tuple(phases)
+
+    def _start(self, phases: tuple[Phase, ...]) -> None:
+        """A walk over the program of `phases`, with the updates that are due in their places."""
+        summed = tuple(sorted(u for u, state in self.grads.items() if state == "sum"))
+        key = (phases, self.pending, summed)
+        if key not in self._programs:
+            self._programs[key] = compiled(build(self.spec, self.placement, phases, self.pending, summed), self.placement)
+        self.walk = Walk(self._programs[key], self.lanes, self.frontier, self._observe)
+        self.pending = ()
+        self.script = deque(_told(phases))
+        self.walk.advance()
+
+    def _observe(self, op: Op) -> None:
+        if op.verb in ("drain.g", "save.g"):
+            self.grads[op.unit] = "done" if op.verb == "drain.g" else "sum"
+
+    # ---- rest --------------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Bring everything to rest: all updates done and home, all lanes idle.  The walk is given up."""
+        if self.walk is not None:
+            self.walk.finish("update")
+            self.walk = None
+            self.script.clear()
+        if self.pending:
+            self._start((Updates(),))
+            self.walk = None
+        self._drain()
+        self.frontier.clear()
+        self.check()
+
+    def _drain(self) -> None:
+        for lane in self.workers.values():
+            lane.drain()
+        self.check()
+
+    def abandon(self) -> None:
+        """A computation failed: the step's gradients and inputs are dropped, due updates still happen."""
+        self.settle()
+        self.begin_step()
+        self.room.forget_inputs()
+
+    def check(self) -> None:
+        """Raise what a lane ran into, once it is known."""
+        for lane in self.workers.values():
+            if lane.error is None:
+                continue
+            op, error = lane.error
+            if op.phase == "update":
+                raise UpdateFailed(f"the update of step {self.step} failed ({op.verb} of {self._called(op)}): {error}") from error
+            raise error
+
+    def _called(self, op: Op) -> str:
+        return self.spec.units[op.unit].name if op.unit >= 0 else op.verb
+
+    def fit_saved(self, nbytes: int) -> None:
+        """Make room for saved inputs of `nbytes` per micro-batch."""
+        if not self.room.fits_saved(nbytes):
+            self.settle()
+            self.room.grow_saved(nbytes)
+
+    def parts(self, write: bool = False) -> Iterator[PartView]:
+        """Every part of the model at rest, in order; with `write`, what the caller changed goes home as it moves on."""
+        self.settle()
+        for index, unit in enumerate(self.spec.units):
+            for k, part in enumerate(unit.parts):
+                yield from self._visit(index, unit, k, part, write)
+
+    def _visit(self, index: int, unit: Unit, k: int, part: Part, write: bool) -> Iterator[PartView]:
+        weight = self._borrow("w", index, k, part.weight_bytes)
+        trained = unit.sections[part.section].trainable
+        state = self._borrow("s", index, k, part.state_bytes) if trained else None
+        views = state_views(part, state) if state is not None else None
+        flat = typed(weight, 0, part.num_elements, DTYPES[part.dtype])
+        low, first, second = (views.low, views.exp_avg, views.exp_avg_sq) if views else (None, None, None)
+        yield PartView(index, unit, k, part, flat, low, first, second)
+        if write:
+            self._return("w", index, k, weight)
+            if state is not None:
+                self._return("s", index, k, state)
+
+    def _borrow(self, kind: str, unit: int, part: int, nbytes: int) -> Tensor:
+        place = f"{kind}{unit}.{part}@disk"
+        if place not in self.room.extents:
+            return self.room.part_bytes(kind, unit, part, self.room.homes[kind, unit])
+        slot = self.room.slots["host.p#0" if kind == "w" and "host.p#0" in self.room.slots else f"host.{kind}#0"]
+        slot = slot[: aligned(nbytes)]
+        self.room.drive.read(self.room.extents[place], slot)
+        return slot
+
+    def _return(self, kind: str, unit: int, part: int, held: Tensor) -> None:
+        place = f"{kind}{unit}.{part}@disk"
+        if place in self.room.extents:
+            self.room.drive.write(self.room.extents[place], held)
+
+    def close(self, keep_state: bool = False) -> None:
+        """End all lanes and give everything back; under ten seconds, whatever happened before."""
+        for lane in self.workers.values():
+            lane.close()
+        self.walk = None
+        self.script.clear()
+        self.frontier.clear()
+        self.room.close(keep_state)
+
+    def _act(self, op: Op) -> None:
+        ACTIONS[op.verb](self.room, op)
+
+    def _poison(self, seed: int, lane: int) -> Callable[[Op], None]:
+        delay = jitter(0.002, seed * 31 + lane)
+
+        def before(op: Op) -> None:
+            delay()
+            for place in op.writes:
+                if "#" in place and place not in op.reads:
+                    native.fill_nan_(self.room.slots[place].view(torch.float32))
+
+        return before
+
+
+def _told(phases: tuple[Phase, ...]) -> Iterator[tuple[str, Turn | Finish]]:
+    """The turns of phases as they will be announced."""
+    for phase in phases:
+        if isinstance(phase, Forward | Backward):
+            verb = "forward" if isinstance(phase, Forward) else "backward"
+            yield from ((verb, turn) for turn in phase.turns)
+        elif isinstance(phase, Finish):
+            yield "finish", phase
+
+
+def _nothing(op: Op) -> None:
+    """The computation of an op that is only a point in the order."""
