@@ -1,0 +1,131 @@
+"""`offloadz plan` and `offloadz show`: what a run would need and do, for people and for scripts.
+
+Both answer without importing torch and without reading a tensor.  What is printed is what `search.decide` said and
+nothing is computed here.  The trade-off: rates are typical ones until `offloadz bench` is built, so times are marked as
+such; bytes are exact for storage and a formula for computation.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from offloadz.plan.footprint import PHASES, TIERS
+from offloadz.plan.predict import predict
+from offloadz.plan.search import Plan, human
+from offloadz.plan.timeline import write_trace
+from offloadz.plan.wishes import Question, question
+
+SHOWN_LINES = 200
+SHOWN_COLUMNS = 200
+"""A program of a large model has thousands of lines, some with hundreds of places; all of it comes with a trace."""
+
+
+def plan_command(
+    config_path: str | Path,
+    overrides: Sequence[str] = (),
+    machine_name: str | None = None,
+    sets: Sequence[str] = (),
+    as_json: bool = False,
+) -> int:
+    """Print the plan of a configuration; 0 where it fits, 3 where it does not.  Raises ConfigError (exit status 2)."""
+    asked = _asked(config_path, overrides, machine_name, sets)
+    plan = asked.answer()
+    if as_json:
+        print(json.dumps(plan.to_json(), indent=2))
+    else:
+        _print_plan(asked, plan)
+    if not plan.fits:
+        print(plan.refusal(), file=sys.stderr)
+    return 0 if plan.fits else 3
+
+
+def show_command(config_path: str | Path, overrides: Sequence[str] = (), trace: str | Path | None = None) -> int:
+    """Print the program of a steady step and its simulated timeline; with `trace`, the whole program and a file."""
+    asked = _asked(config_path, overrides)
+    plan = asked.answer()
+    found = predict(asked.spec, plan.placement, plan.batch, asked.machine)
+    lines = found.program.text().splitlines()
+    whole = trace is not None
+    for line in lines if whole else lines[:SHOWN_LINES]:
+        print(line if whole or len(line) <= SHOWN_COLUMNS else line[: SHOWN_COLUMNS - 3] + "...")
+    if not whole and len(lines) > SHOWN_LINES:
+        print(f"... {len(lines) - SHOWN_LINES} more lines of {len(lines)}; all of them with --trace FILE")
+    print()
+    print(found.timeline.table())
+    print(found.timeline.gantt())
+    print(_honesty(plan))
+    if trace is not None:
+        write_trace(trace, [found.timeline])
+        print(f"trace written to {trace}; open it at ui.perfetto.dev or chrome://tracing")
+    if not plan.fits:
+        print(f"this program {plan.refusal()}", file=sys.stderr)
+    return 0
+
+
+def _asked(
+    config_path: str | Path, overrides: Sequence[str], machine_name: str | None = None, sets: Sequence[str] = ()
+) -> Question:
+    from offloadz.config import load_config
+
+    return question(load_config(config_path, list(overrides)), machine_name, sets)
+
+
+def _print_plan(asked: Question, plan: Plan) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+    spec = asked.spec
+    trained = sum(u.num_trainable for u in spec.units)
+    console.print(
+        f"{spec.num_elements / 1e6:,.1f} M parameters ({trained / 1e6:,.1f} M trained), {len(spec.units)} units, "
+        f"weights {spec.dtype}, compute {plan.placement.compute} on {plan.device}, "
+        f"{plan.batch.rows} rows of {plan.batch.length} tokens a step"
+    )
+    table = Table("tier", *PHASES, "peak", "may use", box=box.SIMPLE, title="bytes, predicted", title_justify="left")
+    for tier in TIERS:
+        if plan.peak[tier] or tier == "host":
+            limit = plan.limits.get(tier)
+            cells = [human(plan.bytes[tier][phase]) for phase in PHASES]
+            table.add_row(tier, *cells, human(plan.peak[tier]), "-" if limit is None else human(limit))
+    console.print(table)
+    console.print(f"host memory is limited by: {plan.limit_source}", soft_wrap=True)
+    _print_terms(console, plan)
+    console.print("decided:")
+    for reason in plan.reasons:
+        console.print(f"  {reason}", soft_wrap=True)
+    console.print(f"  commit {plan.commit}, recipe {plan.recipe}, {plan.threads} update threads")
+    if plan.fits:
+        _print_times(console, plan)
+
+
+def _print_terms(console: object, plan: Plan) -> None:
+    """What the host peak is made of, the largest first."""
+    phase = max(PHASES, key=lambda p: plan.bytes["host"][p])
+    terms = sorted(plan.footprint.terms[phase]["host"].items(), key=lambda item: -item[1])
+    text = ", ".join(f"{name} {human(nbytes)}" for name, nbytes in terms if nbytes)
+    console.print(f"host peak ({phase}): {text}", soft_wrap=True)  # type: ignore[attr-defined]
+
+
+def _print_times(console: object, plan: Plan) -> None:
+    busy = ", ".join(f"{lane} {s / plan.step_s:.0%}" for lane, s in (plan.busy_s or {}).items() if s)
+    per_day = plan.to_json()["disk_written_per_day"]
+    hides = plan.smallest_tokens_per_step
+    lines = [
+        f"step {plan.step_s:.3g} s, {plan.tokens_per_s:,.0f} tokens/s, bottleneck {plan.bottleneck}; busy: {busy}",
+        f"written to disk: {human(plan.disk_written_per_step)} a step, {human(per_day)} a day without a pause; "
+        "drive life: its endurance is not known",
+        "transfers are hidden from "
+        + (f"{hides:,} tokens a step on" if hides is not None else "no number of tokens: saved inputs move too slowly"),
+        _honesty(plan),
+    ]
+    for line in lines:
+        console.print(line, soft_wrap=True)  # type: ignore[attr-defined]
+
+
+def _honesty(plan: Plan) -> str:
+    return f"times are predicted, from {plan.rates_source} rates; nothing was measured on this machine"

@@ -1,0 +1,387 @@
+"""What runs where: a first search by size.
+
+Everything stays in memory while it fits in nine tenths of what is available; then optimizer state goes to disk, then
+gradients, parameters, and saved inputs, in the order of bytes won per byte that moves in a step.  What a user fixed
+stays as it is.  The winner is simulated once for its time.  The trade-off: no candidate is simulated against another,
+so a faster placement that also fits may be missed; the search takes milliseconds for any model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from offloadz.plan.errors import ConfigError
+from offloadz.plan.footprint import BASELINE_BYTES, Batch, Footprint, computation, footprint
+from offloadz.plan.machine import Machine
+from offloadz.plan.placement import KINDS, Placement
+from offloadz.plan.predict import Prediction, hiding_tokens, predict
+from offloadz.plan.spec import ModelSpec
+
+TO_DISK = ("optimizer", "gradients", "parameters", "activations")
+"""The order in which kinds leave memory."""
+
+MEMORY_SHARE = 0.9
+"""Of what is available, left alone for whatever else the box does; a limit that a user sets is used whole."""
+
+MICRO_TOKENS = 4096
+"""Tokens of a micro-batch beyond which a CPU's products get no faster, so that more would only cost memory."""
+
+WORKING_SHARE = 0.25
+"""Most of the limit that a micro-batch's computation may take where the plan chooses its size."""
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the user fixed; `auto` and 0 leave it to the plan, None means no limit is known."""
+
+    batch_size: int
+    max_length: int
+    micro_batch_size: int = 0
+    sweeps: int = 0
+    slots: int = 0
+    parameters: str = "auto"
+    gradients: str = "auto"
+    optimizer: str = "auto"
+    activations: str = "auto"
+    swap: bool = False
+    """Whether a swap directory is given; without one nothing goes to disk."""
+    disk_free: int | None = None
+    checkpoint_free: int | None = None
+    same_drive: bool = False
+    """Whether `offload.swap` and `train.output` share a file system, and with it the room."""
+    host_memory: int | None = None
+    device_memory: int | None = None
+    compute: str = "float32"
+    """Dtype of computation: float32 on a CPU, whose bf16 products are unusably slow without special instructions."""
+    score_copies: int = 0
+    """See `footprint.score_copies`."""
+    keep: int = 2
+    threads: int = 0
+    baseline_bytes: int = BASELINE_BYTES
+    export_item_bytes: int = 2
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What was decided, with predicted bytes and times."""
+
+    placement: Placement
+    batch: Batch
+    device: str
+    threads: int
+    footprint: Footprint
+    limits: dict[str, int | None]
+    """Most bytes of each tier; None where nothing is known."""
+    limit_source: str
+    fits: bool
+    smallest_change: str
+    """Empty where the plan fits; else the smallest change that would make it fit, with its field."""
+    shortage: str
+    """Empty where the plan fits; else the tier that is too small, with the bytes found and needed."""
+    reasons: tuple[str, ...]
+    step_s: float = 0.0
+    tokens_per_s: float = 0.0
+    bottleneck: str = ""
+    busy_s: dict[str, float] | None = None
+    disk_written_per_step: int = 0
+    smallest_tokens_per_step: int | None = None
+    rates_source: str = ""
+    commit: str = "hold"
+    recipe: str = "fp32"
+    drive_life_steps: int | None = None
+    """None: the endurance of the drive is not known."""
+
+    @property
+    def micro_batch_size(self) -> int:
+        return self.batch.micro_rows
+
+    @property
+    def sweeps(self) -> int:
+        return self.batch.sweeps
+
+    @property
+    def slots(self) -> int:
+        return self.placement.slots
+
+    @property
+    def bytes(self) -> dict[str, dict[str, int]]:
+        """Bytes per tier and phase."""
+        return self.footprint.bytes
+
+    @property
+    def peak(self) -> dict[str, int]:
+        return self.footprint.peak
+
+    def refusal(self) -> str:
+        """One paragraph for a plan that does not fit."""
+        return f"does not fit: {self.shortage}. Smallest change: {self.smallest_change}"
+
+    def to_json(self) -> dict[str, Any]:
+        """The object that `offloadz plan --json` prints and `plan.json` holds."""
+        same = (
+            "fits", "smallest_change", "shortage", "step_s", "tokens_per_s", "bottleneck", "busy_s", "bytes", "peak",
+            "limits", "limit_source", "recipe", "slots", "sweeps", "micro_batch_size", "commit", "device", "threads",
+            "disk_written_per_step", "drive_life_steps", "smallest_tokens_per_step", "rates_source",
+        )  # fmt: skip
+        found = {key: getattr(self, key) for key in same}
+        found["placement"] = {kind: getattr(self.placement, kind) for kind in KINDS}
+        found["compute"], found["storage"] = self.placement.compute, self.placement.storage
+        found["terms"] = self.footprint.terms
+        found["reasons"] = list(self.reasons)
+        days = 86400 / self.step_s if self.step_s else 0.0
+        found["disk_written_per_day"] = int(self.disk_written_per_step * days)
+        return found
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    placement: Placement
+    batch: Batch
+    footprint: Footprint
+
+
+def decide(spec: ModelSpec, machine: Machine, wishes: Wishes) -> Plan:
+    """The first placement that fits, with its predicted time; `fits` is False where none does.
+
+    Raises ConfigError for wishes that contradict each other.
+    """
+    _check(wishes, machine)
+    limits = _limits(machine, wishes)
+    chosen, shortage = _first_that_fits(spec, machine, wishes, limits)
+    plan = _describe(chosen, machine, wishes, limits, shortage)
+    if shortage:
+        return replace(plan, smallest_change=smallest_change(spec, machine, wishes, chosen))
+    return _timed(plan, spec, machine)
+
+
+def _timed(plan: Plan, spec: ModelSpec, machine: Machine) -> Plan:
+    found: Prediction = predict(spec, plan.placement, plan.batch, machine)
+    return replace(
+        plan,
+        step_s=found.step_s,
+        tokens_per_s=plan.batch.tokens / found.step_s if found.step_s else 0.0,
+        bottleneck=found.bottleneck,
+        busy_s=found.busy_s,
+        disk_written_per_step=found.disk_written_bytes,
+        smallest_tokens_per_step=hiding_tokens(spec, plan.placement, plan.batch, found, machine),
+    )
+
+
+def _check(wishes: Wishes, machine: Machine) -> None:
+    if machine.device != "cpu":
+        raise ConfigError(f"offload.device: a plan for {machine.device} is not built yet; needed: cpu")
+    if not wishes.swap:
+        fixed = [kind for kind in KINDS if getattr(wishes, kind) == "disk"]
+        if fixed:
+            raise ConfigError(
+                f'offload.{fixed[0]} = "disk", and offload.swap is empty; name a directory in offload.swap'
+            )
+    if wishes.micro_batch_size > wishes.batch_size:
+        raise ConfigError(
+            f"train.micro_batch_size = {wishes.micro_batch_size} is above train.batch_size = {wishes.batch_size}"
+        )
+    if wishes.sweeps > wishes.batch_size:
+        raise ConfigError(f"offload.sweeps = {wishes.sweeps} is above train.batch_size = {wishes.batch_size}")
+
+
+def _limits(machine: Machine, wishes: Wishes) -> dict[str, int | None]:
+    """Most bytes per tier: what a user set, or a share of what is there."""
+    host = int(machine.host_bytes * MEMORY_SHARE)
+    if wishes.host_memory is not None:
+        host = min(wishes.host_memory, machine.host_bytes)
+    if machine.unified and wishes.device_memory is not None:
+        host = min(host, wishes.device_memory)
+    return {"host": host, "disk": wishes.disk_free, "checkpoint": wishes.checkpoint_free}
+
+
+def _first_that_fits(
+    spec: ModelSpec, machine: Machine, wishes: Wishes, limits: dict[str, int | None]
+) -> tuple[_Candidate, str]:
+    """The first candidate that fits and "", or the one that lacks least and what it lacks."""
+    closest: tuple[int, str, _Candidate] | None = None
+    for candidate in _candidates(spec, machine, wishes, limits):
+        lacking = _lacking(candidate.footprint, limits, machine, wishes)
+        if not lacking:
+            return candidate, ""
+        excess = sum(nbytes for nbytes, _ in lacking)
+        if closest is None or excess < closest[0]:
+            closest = (excess, lacking[0][1], candidate)
+    assert closest is not None  # the first rung of the ladder is always there
+    return closest[2], closest[1]
+
+
+def _lacking(
+    found: Footprint, limits: dict[str, int | None], machine: Machine, wishes: Wishes
+) -> list[tuple[int, str]]:
+    """(bytes too many, the tier in words with what it has and what is needed), empty where everything fits."""
+    names = {"host": f"host memory ({machine.host_source})", "disk": "offload.swap", "checkpoint": "train.output"}
+    lacking = []
+    for tier, limit in limits.items():
+        if limit is not None and found.peak[tier] > limit:
+            phase = max(found.bytes[tier], key=lambda p: found.bytes[tier][p])
+            text = f"{names[tier]} has {human(limit)} to use and {phase} needs {human(found.peak[tier], up=True)}"
+            lacking.append((found.peak[tier] - limit, text))
+    both, room = found.peak["disk"] + found.peak["checkpoint"], wishes.disk_free
+    if wishes.same_drive and room is not None and both > room:
+        text = f"the drive of offload.swap and train.output has {human(room)} and both need {human(both, up=True)}"
+        lacking.append((both - room, text))
+    return lacking
+
+
+def _candidates(
+    spec: ModelSpec, machine: Machine, wishes: Wishes, limits: dict[str, int | None]
+) -> Iterator[_Candidate]:
+    """From everything in memory to everything on disk; when all is there, fewer slots and more sweeps."""
+    ladder = list(_ladder(spec, machine, wishes))
+    slot_choices = [wishes.slots] if wishes.slots else [2, 1]
+    for slots in slot_choices:
+        for placement in ladder if slots == slot_choices[0] else ladder[-1:]:
+            yield _sized(spec, replace(placement, slots=slots), wishes, limits, wishes.sweeps or 1)
+    sweeps = 2
+    while not wishes.sweeps and sweeps * max(1, wishes.micro_batch_size) <= wishes.batch_size:
+        placement = replace(ladder[-1], slots=slot_choices[-1], accumulate=True)
+        yield _sized(spec, placement, wishes, limits, sweeps)
+        sweeps *= 2
+
+
+def _ladder(spec: ModelSpec, machine: Machine, wishes: Wishes) -> Iterator[Placement]:
+    """Placements with more and more on disk; on a CPU saved inputs that stay in memory are kept as they are."""
+    rest = {kind: getattr(wishes, kind) for kind in KINDS}
+    memory = dict.fromkeys(KINDS, "host") | {"activations": "device" if machine.unified else "host"}
+    chosen = {kind: memory[kind] if rest[kind] == "auto" else rest[kind] for kind in KINDS}
+    for kind in ("", *TO_DISK):
+        if kind and not (wishes.swap and rest[kind] == "auto"):
+            continue
+        if kind:
+            chosen[kind] = "disk"
+        yield Placement(
+            parameters=chosen["parameters"], gradients=chosen["gradients"], optimizer=chosen["optimizer"],
+            activations=chosen["activations"], unified=machine.unified, compute=wishes.compute, storage=spec.dtype,
+            accumulate=wishes.sweeps > 1,
+        )  # fmt: skip
+
+
+def _sized(
+    spec: ModelSpec, placement: Placement, wishes: Wishes, limits: dict[str, int | None], sweeps: int
+) -> _Candidate:
+    """The candidate with the largest micro-batch of reasonable cost: few tokens, and a small share of the memory."""
+    whole = Batch(wishes.batch_size, wishes.max_length, 1, sweeps, wishes.score_copies)
+    rows = min(wishes.micro_batch_size or whole.rows_per_sweep, whole.rows_per_sweep)
+    if not wishes.micro_batch_size:
+        rows = max(1, min(rows, MICRO_TOKENS // wishes.max_length))
+        while rows > 1 and not _reasonable(spec, placement, replace(whole, micro_rows=rows), wishes, limits):
+            rows -= 1
+        rows = -(-whole.rows_per_sweep // -(-whole.rows_per_sweep // rows))  # equal micro-batches, as many
+    batch = replace(whole, micro_rows=rows)
+    return _Candidate(placement, batch, _footprint(spec, placement, batch, wishes))
+
+
+def _reasonable(
+    spec: ModelSpec, placement: Placement, batch: Batch, wishes: Wishes, limits: dict[str, int | None]
+) -> bool:
+    limit = limits["host"] or 0
+    working = sum(computation(spec, placement, batch).values())
+    if working > WORKING_SHARE * limit:
+        return False
+    return _footprint(spec, placement, batch, wishes).peak["host"] <= limit
+
+
+def _footprint(spec: ModelSpec, placement: Placement, batch: Batch, wishes: Wishes) -> Footprint:
+    return footprint(
+        spec, placement, batch,
+        baseline_bytes=wishes.baseline_bytes, keep=wishes.keep, export_item_bytes=wishes.export_item_bytes,
+    )  # fmt: skip
+
+
+def _describe(
+    chosen: _Candidate, machine: Machine, wishes: Wishes, limits: dict[str, int | None], shortage: str
+) -> Plan:
+    return Plan(
+        placement=chosen.placement,
+        batch=chosen.batch,
+        device=machine.device,
+        threads=wishes.threads or machine.cores,
+        footprint=chosen.footprint,
+        limits=limits,
+        limit_source=machine.host_source,
+        fits=not shortage,
+        smallest_change="",
+        shortage=shortage,
+        reasons=tuple(_reasons(chosen, wishes, limits)),
+        rates_source=machine.rates_source,
+    )
+
+
+def _reasons(chosen: _Candidate, wishes: Wishes, limits: dict[str, int | None]) -> Iterator[str]:
+    """Why each thing is as it is, one line each."""
+    for kind in KINDS:
+        tier = getattr(chosen.placement, kind)
+        why = "as configured" if getattr(wishes, kind) != "auto" else "memory has room"
+        if why == "memory has room" and tier == "disk":
+            why = f"it does not fit in the {human(limits['host'] or 0)} of memory with the kinds before it"
+        yield f"{kind} on {tier}: {why}"
+    slots = "as configured" if wishes.slots else "double buffering" if chosen.placement.slots > 1 else "two do not fit"
+    yield f"slots {chosen.placement.slots}: {slots}"
+    tokens = chosen.batch.tokens_per_micro
+    micro = "as configured" if wishes.micro_batch_size else f"{tokens} tokens keep the computation within its share"
+    yield f"micro_batch_size {chosen.batch.micro_rows}: {micro}"
+    sweeps = (
+        "as configured"
+        if wishes.sweeps
+        else "weights move twice a step"
+        if chosen.batch.sweeps == 1
+        else "fewer do not fit"
+    )
+    yield f"sweeps {chosen.batch.sweeps}: {sweeps}"
+
+
+def smallest_change(spec: ModelSpec, machine: Machine, wishes: Wishes, chosen: _Candidate) -> str:
+    """The first change of one field that fits, the mildest first; else of two fields; else what would be needed."""
+    changes = list(_changes(wishes, chosen))
+    pairs = [
+        (f"{a} and {b}", lambda w, f=f, g=g: g(f(w))) for i, (a, f) in enumerate(changes) for b, g in changes[i + 1 :]
+    ]
+    for text, change in [*changes, *pairs]:
+        other = change(wishes)
+        if not _first_that_fits(spec, machine, other, _limits(machine, other))[1]:
+            return text
+    need = chosen.footprint.peak
+    share = MEMORY_SHARE if wishes.host_memory is None else 1.0
+    disk = f", {human(need['disk'], up=True)} under offload.swap" if need["disk"] else ""
+    room = f"{human(need['checkpoint'], up=True)} under train.output"
+    return f"a machine with {human(int(need['host'] / share), up=True)} of free host memory{disk} and {room}"
+
+
+def _changes(wishes: Wishes, chosen: _Candidate) -> Iterator[tuple[str, Any]]:
+    """(what to write, what it does to the wishes), the mildest first."""
+    if not wishes.swap:
+        yield "name a directory on a drive in offload.swap", lambda w: replace(w, swap=True)
+    for kind in TO_DISK:
+        if getattr(wishes, kind) not in ("auto", "disk"):
+            yield f'offload.{kind} = "disk"', lambda w, kind=kind: replace(w, swap=True, **{kind: "disk"})
+    if wishes.slots > 1:
+        yield "offload.slots = 1", lambda w: replace(w, slots=1)
+    if wishes.micro_batch_size > 1:
+        yield "train.micro_batch_size = 1", lambda w: replace(w, micro_batch_size=1)
+    if 0 < wishes.sweeps < wishes.batch_size:
+        yield f"offload.sweeps = {wishes.batch_size}", lambda w: replace(w, sweeps=w.batch_size)
+    if wishes.keep > 1:
+        yield "train.keep = 1", lambda w: replace(w, keep=1)
+    if wishes.host_memory is not None:
+        need = human(chosen.footprint.peak["host"], up=True)
+        yield f'offload.host_memory = "{need}"', lambda w: replace(w, host_memory=chosen.footprint.peak["host"])
+    length = wishes.max_length // 2
+    while length >= 64:
+        yield f"data.max_length = {length}", lambda w, length=length: replace(w, max_length=length)
+        length //= 2
+
+
+def human(nbytes: int, up: bool = False) -> str:
+    """Bytes for people, in a unit that the configuration takes back; `up` rounds so that it never says too little."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20)):
+        if nbytes >= size:
+            tenths = -(-nbytes * 10 // size) if up else round(nbytes * 10 / size)
+            return f"{tenths / 10:.1f}{unit}"
+    return f"{nbytes}B"

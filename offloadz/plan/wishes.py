@@ -1,0 +1,137 @@
+"""From a configuration to what the search is asked: the user's choices, this box, and the room on its drives.
+
+`offloadz plan`, `offloadz show` and `offloadz train` all ask here, so they cannot disagree.  Reads the model's headers
+and asks the system for free space; opens no tensor.  The trade-off: space that an earlier run of the same output holds
+counts as free, because this run takes it over; another program that fills the drive meanwhile is not foreseen.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from offloadz.plan.errors import ConfigError
+from offloadz.plan.footprint import score_copies
+from offloadz.plan.headers import find_directory, model_spec, read_config
+from offloadz.plan.machine import Machine, disk_free, probe_machine
+from offloadz.plan.search import Plan, Wishes, decide
+from offloadz.plan.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from offloadz.config import Config
+
+SETTABLE = ("host_memory", "disk_free", "cores")
+"""What `offloadz plan --set` may change of the machine."""
+
+
+@dataclass(frozen=True)
+class Question:
+    """What `decide` is given."""
+
+    spec: ModelSpec
+    machine: Machine
+    wishes: Wishes
+
+    def answer(self) -> Plan:
+        return decide(self.spec, self.machine, self.wishes)
+
+
+def question(config: Config, machine_name: str | None = None, sets: Sequence[str] = ()) -> Question:
+    """Model, machine and wishes of a configuration; `sets` are `key=value` over this machine's facts.
+
+    Raises ConfigError for what is wrong or not built.
+    """
+    model = config.model
+    spec = model_spec(model.path, model.dtype, init=model.init, keep_float32=model.keep_float32, freeze=model.freeze)
+    wishes = wishes_of(config, read_config(find_directory(model.path)))
+    machine, wishes = _changed(this_machine(config, machine_name), wishes, sets)
+    return Question(spec, machine, wishes)
+
+
+def this_machine(config: Config, name: str | None = None) -> Machine:
+    """The box itself; other machines are not built and refused by name."""
+    asked = name or (config.offload.machine if config.offload.machine != "auto" else "")
+    if asked:
+        raise ConfigError(
+            f"machine {asked!r}: machine files and the catalogue are not built yet; "
+            f"leave it out to plan for this box, with --set {'=..., --set '.join(SETTABLE)}=... for another size"
+        )
+    if config.offload.device not in ("auto", "cpu"):
+        raise ConfigError(f"offload.device = {config.offload.device!r} is not built yet; needed: auto or cpu")
+    return probe_machine()
+
+
+def wishes_of(config: Config, model_config: dict[str, Any]) -> Wishes:
+    """The user's choices and the room on the drives they name."""
+    train, offload = config.train, config.offload
+    attention = "sdpa" if config.model.attention == "auto" else config.model.attention
+    swap = Path(offload.swap[0]) if offload.swap else None
+    output = Path(train.output) if train.output else None
+    return Wishes(
+        batch_size=train.batch_size,
+        max_length=config.data.max_length,
+        micro_batch_size=train.micro_batch_size,
+        sweeps=offload.sweeps,
+        slots=offload.slots,
+        parameters=offload.parameters,
+        gradients=offload.gradients,
+        optimizer=offload.optimizer,
+        activations=offload.activations,
+        swap=swap is not None,
+        disk_free=_room(swap, output),
+        checkpoint_free=_room(output, output),
+        same_drive=swap is not None and output is not None and _drive(swap) == _drive(output),
+        host_memory=offload.host_memory_bytes,
+        device_memory=offload.device_memory_bytes,
+        score_copies=score_copies(attention, model_config),
+        keep=train.keep,
+        threads=offload.threads,
+        export_item_bytes=4 if config.model.dtype == "float32" else 2,
+    )
+
+
+def _room(place: Path | None, output: Path | None) -> int | None:
+    """Free bytes where `place` is, with what an earlier run of the same output holds there."""
+    if place is None:
+        return None
+    own = _held(output / "checkpoints") if output is not None and _drive(place) == _drive(output) else 0
+    return disk_free(place) + own
+
+
+def _held(directory: Path) -> int:
+    return sum(entry.stat().st_blocks * 512 for entry in directory.rglob("*") if entry.is_file())
+
+
+def _drive(place: Path) -> int:
+    """The file system of a path, or of its nearest ancestor that exists."""
+    place = place.absolute()
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    return os.stat(place).st_dev
+
+
+def _changed(machine: Machine, wishes: Wishes, sets: Sequence[str]) -> tuple[Machine, Wishes]:
+    """The machine with `key=value` changes; raises ConfigError for an unknown key or a value that is no size."""
+    from offloadz.config import parse_bytes
+
+    for text in sets:
+        key, equals, value = text.partition("=")
+        if not equals or key not in SETTABLE:
+            raise ConfigError(f"--set {text!r}; needed: key=value with a key of {', '.join(SETTABLE)}")
+        try:
+            number = int(value) if key == "cores" else parse_bytes(value)
+        except ValueError as error:
+            raise ConfigError(f"--set {key}: {error}") from None
+        if number < 1:
+            raise ConfigError(f"--set {key}={value}; needed: more than 0")
+        if key == "host_memory":
+            machine = replace(machine, host_bytes=number, device_bytes=number, host_source=f"--set {text}")
+        elif key == "cores":
+            machine = replace(machine, cores=number)
+        else:
+            shared = number if wishes.same_drive else wishes.checkpoint_free
+            wishes = replace(wishes, disk_free=number, checkpoint_free=shared)
+    return machine, wishes
