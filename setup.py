@@ -6,10 +6,10 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-SOURCES = [
-    "abi.cpp", "adam.cpp", "crc32c.cpp", "io_threads.cpp", "isa_avx2.cpp", "isa_avx512.cpp", "isa_baseline.cpp",
-    "module.cpp", "pool.cpp",
-]  # fmt: skip
+SOURCES = sorted(str(path) for path in Path("csrc").glob("*.cpp"))
+FLAGS = ["-std=c++17", "-O3", "-pthread", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-psabi"]
+# No contraction and no traps: results must have the same bits at every instruction set (csrc/kernels.h).
+FLAGS += ["-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"]
 
 
 class QuickBuild(build_ext):
@@ -33,14 +33,10 @@ setup(
     ext_modules=[
         Extension(
             "offloadz._native",
-            sources=[f"csrc/{name}" for name in SOURCES],
+            sources=SOURCES,
             depends=sorted(str(path) for path in Path("csrc").glob("*.[hi]*")),
             language="c++",
-            # No contraction and no trapping: results must have the same bits at every instruction set (csrc/kernels.h).
-            extra_compile_args=[
-                "-std=c++17", "-O3", "-pthread", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off",
-                "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-psabi",
-            ],  # fmt: skip
+            extra_compile_args=FLAGS,
             extra_link_args=["-pthread"],
         )
     ],

@@ -4,15 +4,17 @@ It leaves policy (what to update, where bytes lie, what a failed drive means) to
 ctypes, which lets go of the interpreter lock for the length of a call; the price is about 10 us of checks per call, so
 calls should carry at least some hundred kilobytes.
 
-[Note: checks before the pointer] All functions take CPU tensors that are contiguous, of the right dtype and length, and do
-not overlap one another; anything else is a `ValueError` that names the argument, what was found and what is needed.  The
-native code checks nothing and never ends the process.
+[Note: checks before the pointer] All functions take CPU tensors that are contiguous, of the right dtype and length, and
+do not overlap one another; anything else is a `ValueError` that names the argument, what was found and what is needed.
+The native code checks nothing and never ends the process.
 """
 
 import ctypes
 import importlib.util
+import itertools
 import math
 import os
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,11 +24,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from offloadz.runtime.threads import MAX_THREADS
+
 ISA_LEVELS = ("baseline", "avx2", "avx512")
 PIECE_BYTES = 1 << 20
 NEVER_WRITTEN = -1
 _ABI_VERSION = 1
-_MAX_THREADS = 256
 _FLOATS = (torch.bfloat16, torch.float32)
 
 
@@ -72,28 +75,16 @@ class _IoFault(ctypes.Structure):
     )
 
 
-_SIGNATURES = {
-    "oz_abi_version": (ctypes.c_int, ""),
-    "oz_isa": (ctypes.c_char_p, ""),
-    "oz_select_isa": (ctypes.c_int, "s"),
-    "oz_isa_supported": (ctypes.c_int, "i"),
-    "oz_adam": (None, "pi"),
-    "oz_split_master": (None, "pppl"),
-    "oz_join_master": (None, "pppl"),
-    "oz_widen": (None, "ppl"),
-    "oz_narrow": (None, "ppl"),
-    "oz_drain_bf16": (ctypes.c_double, "ppl"),
-    "oz_drain_fp32": (ctypes.c_double, "ppl"),
-    "oz_sum_squares_bf16": (ctypes.c_double, "pl"),
-    "oz_sum_squares_fp32": (ctypes.c_double, "pl"),
-    "oz_copy": (None, "ppl"),
-    "oz_fill": (None, "pil"),
-    "oz_crc32c": (ctypes.c_uint32, "pl"),
-    "oz_io_start": (ctypes.c_void_p, "i"),
-    "oz_io_stop": (None, "p"),
-    "oz_io_run": (ctypes.c_int, "piiplll" + "pp"),
-}
 _KINDS = {"p": ctypes.c_void_p, "i": ctypes.c_int, "l": ctypes.c_int64, "s": ctypes.c_char_p}
+_SIGNATURES: dict[type | None, str] = {  # result: functions with their arguments
+    ctypes.c_int: "oz_abi_version: oz_select_isa:s oz_isa_supported:i oz_io_run:piiplllpp",
+    ctypes.c_char_p: "oz_isa:",
+    ctypes.c_uint32: "oz_crc32c:pl",
+    ctypes.c_double: "oz_drain_bf16:ppl oz_drain_fp32:ppl oz_sum_squares_bf16:pl oz_sum_squares_fp32:pl",
+    ctypes.c_void_p: "oz_io_start:i",
+    None: "oz_io_stop:p oz_adam:pi oz_split_master:pppl oz_join_master:pppl oz_widen:ppl oz_narrow:ppl "
+    "oz_copy:ppl oz_fill:pil",
+}
 
 
 @lru_cache(maxsize=1)
@@ -103,13 +94,14 @@ def _library() -> ctypes.CDLL:
     if found is None or not found.origin:
         raise ImportError("offloadz's native library is not built; run `pip install .` (or `pip install -e .`) again")
     library = ctypes.CDLL(found.origin, use_errno=True)
-    for name, (result, kinds) in _SIGNATURES.items():
-        function = getattr(library, name, None)
-        if function is None:
-            raise ImportError(f"{found.origin} lacks {name}: it is of another version; run `pip install -e .` again")
-        function.restype, function.argtypes = result, [_KINDS[kind] for kind in kinds]
+    for result, functions in _SIGNATURES.items():
+        for name, kinds in (item.split(":") for item in functions.split()):
+            function = getattr(library, name, None)
+            if function is None:
+                raise ImportError(f"{found.origin} lacks {name}: it is out of date; run `pip install -e .` again")
+            function.restype, function.argtypes = result, [_KINDS[kind] for kind in kinds]
     if library.oz_abi_version() != _ABI_VERSION:
-        raise ImportError(f"{found.origin} is of another version than this Python code; run `pip install -e .` again")
+        raise ImportError(f"{found.origin} is out of date; run `pip install -e .` again")
     wanted = os.environ.get("OFFLOADZ_ISA", "")
     if wanted:
         _select(library, wanted, "OFFLOADZ_ISA")
@@ -162,14 +154,14 @@ def _check(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], count: in
 def _check_apart(**tensors: Tensor) -> None:
     """No two of the tensors may share bytes: the loops read and write them in any order."""
     spans = sorted((t.data_ptr(), t.data_ptr() + t.nbytes, name) for name, t in tensors.items() if t.nbytes)
-    for (_, end, first), (start, _, second) in zip(spans, spans[1:], strict=False):
+    for (_, end, first), (start, _, second) in itertools.pairwise(spans):
         if start < end:
             raise ValueError(f"{first} and {second} share {end - start} bytes of memory; they must not overlap")
 
 
 def _check_threads(threads: int, name: str = "threads") -> int:
-    if not isinstance(threads, int) or not 1 <= threads <= _MAX_THREADS:
-        raise ValueError(f"{name} is {threads!r}; a whole number from 1 to {_MAX_THREADS} is needed")
+    if not isinstance(threads, int) or not 1 <= threads <= MAX_THREADS:
+        raise ValueError(f"{name} is {threads!r}; a whole number from 1 to {MAX_THREADS} is needed")
     return threads
 
 
@@ -198,9 +190,10 @@ def adamw_(
 ) -> None:
     """One AdamW step (Loshchilov and Hutter 2019, algorithm 2) in place over flat tensors of equal length, in one pass.
 
-    `weight` is bfloat16 with its `low` half (int16, see `split_master_`), or float32 with `low` None.  `grad` is bfloat16
-    or float32 and is multiplied by `grad_scale` first; moments are float32.  `step` counts from 1.  `decoupled=False` is
-    Adam with the decay added to the gradient.  Bits depend neither on `threads` nor on the instruction set.
+    `weight` is bfloat16 with its `low` half (int16, see `split_master_`), or float32 with `low` None.  `grad` is
+    bfloat16 or float32 and is multiplied by `grad_scale` first; moments are float32.  `step` counts from 1.
+    `decoupled=False` is Adam with the decay added to the gradient.  Bits depend neither on `threads` nor on the
+    instruction set.  Against torch.optim.AdamW see tests/cpu/test_adam.py: equal but for single roundings.
     """
     count = weight.numel() if isinstance(weight, Tensor) else None
     split = low is not None
@@ -221,7 +214,7 @@ def adamw_(
     if not isinstance(step, int) or step < 1:
         raise ValueError(f"step is {step!r}; a whole number from 1 is needed")
     args.eps = _check_number("eps", eps, 0.0)
-    args.grad_scale = grad_scale
+    args.grad_scale = _check_number("grad_scale", grad_scale, -sys.float_info.max)
     args.keep, args.decay = 1 - lr * weight_decay, weight_decay
     args.one_minus_beta1 = 1 - beta1
     args.beta2, args.one_minus_beta2 = beta2, 1 - beta2
@@ -265,16 +258,16 @@ def widen_(out: Tensor, source: Tensor) -> None:
 
 
 def narrow_(out: Tensor, source: Tensor) -> None:
-    """bfloat16 `out` = float32 `source` rounded to nearest, ties to even, as torch does; on the calling thread alone."""
+    """bfloat16 `out` = float32 `source` rounded to nearest, ties to even, as torch does; on the calling thread."""
     at, of = _check("out", out, (torch.bfloat16,)), _check("source", source, (torch.float32,), out.numel())
     _check_apart(out=out, source=source)
     _library().oz_narrow(at, of, out.numel())
 
 
 def drain_(out: Tensor, grad: Tensor) -> float:
-    """Writes float32 `grad` to `out` (bfloat16: rounded as `narrow_`; float32: copied) and returns the sum of squares of
-    the written values in double: 65,536 elements at a time in 16 fixed lanes, these sums added in order.  The bits depend
-    on nothing but the values; an infinity or NaN among them makes the result non-finite.  Runs on the calling thread."""
+    """Writes float32 `grad` to `out` (bfloat16: rounded as `narrow_`; float32: copied) and returns the sum of squares
+    of the written values in double: 65,536 elements at a time in 16 fixed lanes, these sums added in order.  The bits
+    depend on nothing but the values; an infinity or NaN makes the result non-finite.  Runs on the calling thread."""
     at, of = _check("out", out, _FLOATS), _check("grad", grad, (torch.float32,), out.numel())
     _check_apart(out=out, grad=grad)
     library = _library()
@@ -375,11 +368,11 @@ def read_at(
 
     `crcs` is the extent's table: int64, one entry per 1 MiB piece counted from `origin`, the file offset at which the
     extent starts.  An entry is `length << 32 | CRC32C` as `write_at` stored it, or `NEVER_WRITTEN` (-1): that piece is
-    zeros and is not read.  With a table, `offset - origin` is a multiple of 1 MiB and every piece must have the length it
-    was written with, so a transfer ends with a whole piece or with the extent.  Raises `NativeIOError`; the
-    buffer's content is then undefined, and no request is left running.
+    zeros and is not read.  With a table, `offset - origin` is a multiple of 1 MiB and every piece must have the length
+    it was written with, so a transfer ends with a whole piece or with the extent.  Raises `NativeIOError`; the buffer's
+    content is then undefined, and no request is left running.
     """
-    _transfer(pool, fd, buffer, nbytes, offset, crcs, origin, write=False)
+    _transfer(pool, fd, buffer, nbytes, offset, crcs, origin, False)
 
 
 def write_at(
@@ -396,19 +389,11 @@ def write_at(
 
     After a failure the file holds parts of the new bytes, and `crcs` speaks of the new bytes only for some pieces.
     """
-    _transfer(pool, fd, buffer, nbytes, offset, crcs, origin, write=True)
+    _transfer(pool, fd, buffer, nbytes, offset, crcs, origin, True)
 
 
 def _transfer(
-    pool: TransferPool,
-    fd: int,
-    buffer: Tensor,
-    nbytes: int,
-    offset: int,
-    crcs: Tensor | None,
-    origin: int,
-    *,
-    write: bool,
+    pool: TransferPool, fd: int, buffer: Tensor, nbytes: int, offset: int, crcs: Tensor | None, origin: int, write: bool
 ) -> None:
     at = _check("buffer", buffer, (torch.uint8,))
     if not 0 <= nbytes <= buffer.nbytes:

@@ -9,6 +9,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+MAX_THREADS = 256  # what the native library's team holds; more threads than this no memory could feed
+
 
 def cores_allowed(root: Path = Path("/")) -> tuple[int, str]:
     """The cores this process may use, at least 1, and why: the smallest of its affinity and the CPU quota (cgroup v1 or
@@ -64,8 +66,8 @@ def _quota_v1(group: Path) -> float | None:
 def update_threads(requested: int, local_ranks: int = 1) -> tuple[int, str]:
     """Threads for the update of this rank and why: `requested` (offload.threads) if above 0, else the cores allowed
     divided by the ranks on this machine, at least 1."""
-    if requested < 0:
-        raise ValueError(f"offload.threads is {requested}; 0 (all cores allowed) or a count of threads is needed")
+    if not 0 <= requested <= MAX_THREADS:
+        raise ValueError(f"offload.threads is {requested}; 0 (all cores allowed) or 1 to {MAX_THREADS} is needed")
     if local_ranks < 1:
         raise ValueError(f"the number of ranks on this machine is {local_ranks}; at least 1 is needed")
     cores, reason = cores_allowed()
@@ -74,4 +76,4 @@ def update_threads(requested: int, local_ranks: int = 1) -> tuple[int, str]:
     shared = f", shared by {local_ranks} ranks" if local_ranks > 1 else ""
     ignored = os.environ.get("OMP_NUM_THREADS", "")
     note = f"; OMP_NUM_THREADS={ignored} is ignored, set offload.threads instead" if ignored else ""
-    return max(1, cores // local_ranks), f"{reason}{shared}{note}"
+    return min(MAX_THREADS, max(1, cores // local_ranks)), f"{reason}{shared}{note}"
