@@ -180,13 +180,14 @@ class StreamWriter:
             raise disk_failed(error, f"write {name}", self.path, len(data)) from error
         runs[start_element] = (stop, zlib.crc32(data))
 
-    def finish(self, verify: bool = False) -> dict[str, int]:
-        """Flush and close; CRC-32 per tensor.  With `verify` everything is read back from the drive and compared.
+    def finish(self, verify: bool = False) -> FileRecord:
+        """Flush and close; the record of what was written.  With `verify` it is read back from the drive and compared.
 
         Raises ValueError where elements are missing or were written twice, DamagedState where the drive gave back
         other bytes than it was given.
         """
-        crcs = {name: self._join(name) for name in self.entries}
+        told = {name: (NAMES[e.dtype], e.shape, self._join(name)) for name, e in self.entries.items()}
+        record = FileRecord(self.size_bytes, self.header_crc, told)
         try:
             os.fsync(self._fd)
         except OSError as error:
@@ -194,8 +195,8 @@ class StreamWriter:
         os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
         self.close()
         if verify:
-            verify_file(self.path, self.size_bytes, self.header_crc, crcs)
-        return crcs
+            verify_file(self.path, record)
+        return record
 
     def close(self) -> None:
         """Drop the descriptor; a file that was not finished stays as it is, for its directory to be thrown away."""
@@ -218,16 +219,27 @@ class StreamWriter:
         return crc
 
 
-def verify_file(path: Path, size_bytes: int, header_crc: int, crcs: Mapping[str, int]) -> None:
-    """Read a whole file and compare it with what was written; DamagedState names the file and the first bad tensor."""
+@dataclass(frozen=True)
+class FileRecord:
+    """What a file of tensors was when it was finished: enough to tell later whether it still is."""
+
+    size_bytes: int
+    header_crc: int
+    tensors: dict[str, tuple[str, tuple[int, ...], int]]
+    """Name -> dtype as safetensors calls it, shape, CRC-32 of the bytes."""
+
+
+def verify_file(path: Path, record: FileRecord) -> None:
+    """Read a whole file and compare it with its record; DamagedState names the file and the first bad tensor."""
     with StreamReader(path) as reader:
-        if reader.size_bytes != size_bytes:
-            raise DamagedState(f"{path} has {reader.size_bytes} bytes, {size_bytes} were written")
-        if reader.header_checksum() != header_crc:
+        if reader.size_bytes != record.size_bytes:
+            raise DamagedState(f"{path} has {reader.size_bytes} bytes, {record.size_bytes} were written")
+        if reader.header_checksum() != record.header_crc:
             raise DamagedState(f"{path}: the header is not the one that was written (CRC-32)")
-        if set(reader.entries) != set(crcs):
-            raise DamagedState(f"{path}: tensors differ from the list: {sorted(set(reader.entries) ^ set(crcs))[:5]}")
-        for name, crc in crcs.items():
+        if set(reader.entries) != set(record.tensors):
+            odd = sorted(set(reader.entries) ^ set(record.tensors))
+            raise DamagedState(f"{path}: tensors differ from the list: {', '.join(odd[:5])}")
+        for name, (_, _, crc) in record.tensors.items():
             found = reader.checksum(name)
             if found != crc:
                 raise DamagedState(f"{name} in {path}: CRC-32 is {found:08x}, {crc:08x} was written")

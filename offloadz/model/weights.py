@@ -24,7 +24,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from offloadz.model.sources import FileSource, RandomSource, Source, persistent_buffers, put_parameter, tie_groups
 from offloadz.plan.errors import ConfigError
-from offloadz.plan.spec import Member, Part, Unit
 
 _sources: weakref.WeakKeyDictionary[nn.Module, Source] = weakref.WeakKeyDictionary()
 _names: weakref.WeakKeyDictionary[nn.Module, Names] = weakref.WeakKeyDictionary()
@@ -89,23 +88,6 @@ def names_of(model: nn.Module) -> Names:
     if model not in _names:
         _names[model] = _describe(model, None)
     return _names[model]
-
-
-def spans(unit: Unit, part: Part) -> list[tuple[Member, int, int, int]]:
-    """What a part holds: (member, first element in it, end, first element in the part), front to back."""
-    found = []
-    for member in unit.sections[part.section].members:
-        start = max(part.start, member.start)
-        stop = min(part.stop, member.start + member.num_elements)
-        if start < stop:
-            found.append((member, start - member.start, stop - member.start, start - part.start))
-    return found
-
-
-def logical_start(member: Member, start: int) -> int:
-    """Element of the logical tensor at which element `start` of a member (rows of a table) lies."""
-    rows = member.shape[0] if member.shape else 1
-    return (member.first_row * (member.num_elements // rows) if rows else 0) + start
 
 
 def _directory(path: str | Path, init: str) -> Path:
