@@ -11,8 +11,6 @@ The native code checks nothing and never ends the process.
 
 import ctypes
 import importlib.util
-import itertools
-import math
 import os
 import sys
 import threading
@@ -24,7 +22,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from offloadz.runtime.threads import MAX_THREADS
+from offloadz.runtime.checks import check_apart, check_number, check_tensor, check_threads
 
 ISA_LEVELS = ("baseline", "avx2", "avx512")
 PIECE_BYTES = 1 << 20
@@ -122,7 +120,7 @@ def _supported(library: ctypes.CDLL) -> tuple[str, ...]:
 
 def isa() -> str:
     """The instruction set in use: the widest this processor has, or what `OFFLOADZ_ISA` forces."""
-    return _library().oz_isa().decode()
+    return str(_library().oz_isa(), "ascii")
 
 
 def isa_supported() -> tuple[str, ...]:
@@ -133,42 +131,6 @@ def isa_supported() -> tuple[str, ...]:
 def select_isa(level: str) -> None:
     """Switches the instruction set of the whole process (for tests; results have the same bits at every level)."""
     _select(_library(), level, "the level")
-
-
-def _check(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], count: int | None = None) -> int:
-    """[Note: checks before the pointer]; returns the tensor's address."""
-    if not isinstance(tensor, Tensor):
-        raise ValueError(f"{name} is a {type(tensor).__name__}; a torch tensor is needed")
-    if tensor.device.type != "cpu" or tensor.layout != torch.strided:
-        raise ValueError(f"{name} is on {tensor.device} with layout {tensor.layout}; a dense CPU tensor is needed")
-    if tensor.dtype not in dtypes:
-        needed = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise ValueError(f"{name} has dtype {str(tensor.dtype).removeprefix('torch.')}; {needed} is needed")
-    if not tensor.is_contiguous() or tensor.is_neg():
-        raise ValueError(f"{name} has strides {tensor.stride()} for shape {tuple(tensor.shape)}; it must be contiguous")
-    if count is not None and tensor.numel() != count:
-        raise ValueError(f"{name} has {tensor.numel()} elements; {count} are needed")
-    return tensor.data_ptr()
-
-
-def _check_apart(**tensors: Tensor) -> None:
-    """No two of the tensors may share bytes: the loops read and write them in any order."""
-    spans = sorted((t.data_ptr(), t.data_ptr() + t.nbytes, name) for name, t in tensors.items() if t.nbytes)
-    for (_, end, first), (start, _, second) in itertools.pairwise(spans):
-        if start < end:
-            raise ValueError(f"{first} and {second} share {end - start} bytes of memory; they must not overlap")
-
-
-def _check_threads(threads: int, name: str = "threads") -> int:
-    if not isinstance(threads, int) or not 1 <= threads <= MAX_THREADS:
-        raise ValueError(f"{name} is {threads!r}; a whole number from 1 to {MAX_THREADS} is needed")
-    return threads
-
-
-def _check_number(name: str, value: float, low: float, below: float = math.inf) -> float:
-    if not low <= value < below:
-        raise ValueError(f"{name} is {value!r}; a number of at least {low:g} and below {below:g} is needed")
-    return float(value)
 
 
 def adamw_(
@@ -198,29 +160,29 @@ def adamw_(
     count = weight.numel() if isinstance(weight, Tensor) else None
     split = low is not None
     args = _AdamArgs(
-        weight=_check("weight", weight, (torch.bfloat16,) if split else (torch.float32,)),
-        low=_check("low", low, (torch.int16,), count) if low is not None else None,
-        exp_avg=_check("exp_avg", exp_avg, (torch.float32,), count),
-        exp_avg_sq=_check("exp_avg_sq", exp_avg_sq, (torch.float32,), count),
-        grad=_check("grad", grad, _FLOATS, count),
+        weight=check_tensor("weight", weight, (torch.bfloat16,) if split else (torch.float32,)),
+        low=check_tensor("low", low, (torch.int16,), count) if low is not None else None,
+        exp_avg=check_tensor("exp_avg", exp_avg, (torch.float32,), count),
+        exp_avg_sq=check_tensor("exp_avg_sq", exp_avg_sq, (torch.float32,), count),
+        grad=check_tensor("grad", grad, _FLOATS, count),
         count=count,
         grad_is_bf16=grad.dtype == torch.bfloat16,
         decoupled=decoupled,
     )
     halves = {"low": low} if low is not None else {}
-    _check_apart(weight=weight, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, grad=grad, **halves)
-    lr, weight_decay = _check_number("lr", lr, 0.0), _check_number("weight_decay", weight_decay, 0.0)
-    beta1, beta2 = _check_number("beta1", beta1, 0.0, 1.0), _check_number("beta2", beta2, 0.0, 1.0)
+    check_apart(weight=weight, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, grad=grad, **halves)
+    lr, weight_decay = check_number("lr", lr, 0.0), check_number("weight_decay", weight_decay, 0.0)
+    beta1, beta2 = check_number("beta1", beta1, 0.0, 1.0), check_number("beta2", beta2, 0.0, 1.0)
     if not isinstance(step, int) or step < 1:
         raise ValueError(f"step is {step!r}; a whole number from 1 is needed")
-    args.eps = _check_number("eps", eps, 0.0)
-    args.grad_scale = _check_number("grad_scale", grad_scale, -sys.float_info.max)
+    args.eps = check_number("eps", eps, 0.0)
+    args.grad_scale = check_number("grad_scale", grad_scale, -sys.float_info.max)
     args.keep, args.decay = 1 - lr * weight_decay, weight_decay
     args.one_minus_beta1 = 1 - beta1
     args.beta2, args.one_minus_beta2 = beta2, 1 - beta2
     args.root_correction2 = (1 - beta2**step) ** 0.5
     args.minus_step_size = -(lr / (1 - beta1**step))
-    _library().oz_adam(ctypes.byref(args), _check_threads(threads))
+    _library().oz_adam(ctypes.byref(args), check_threads(threads))
 
 
 def split_master_(weight: Tensor, low: Tensor, master: Tensor) -> None:
@@ -230,11 +192,11 @@ def split_master_(weight: Tensor, low: Tensor, master: Tensor) -> None:
     """
     count = master.numel()
     pointers = (
-        _check("weight", weight, (torch.bfloat16,), count),
-        _check("low", low, (torch.int16,), count),
-        _check("master", master, (torch.float32,)),
+        check_tensor("weight", weight, (torch.bfloat16,), count),
+        check_tensor("low", low, (torch.int16,), count),
+        check_tensor("master", master, (torch.float32,)),
     )
-    _check_apart(weight=weight, low=low, master=master)
+    check_apart(weight=weight, low=low, master=master)
     _library().oz_split_master(*pointers, count)
 
 
@@ -242,25 +204,25 @@ def join_master_(master: Tensor, weight: Tensor, low: Tensor) -> None:
     """Writes the float32 `master` whose halves are `weight` (bfloat16) and `low` (int16)."""
     count = master.numel()
     pointers = (
-        _check("master", master, (torch.float32,)),
-        _check("weight", weight, (torch.bfloat16,), count),
-        _check("low", low, (torch.int16,), count),
+        check_tensor("master", master, (torch.float32,)),
+        check_tensor("weight", weight, (torch.bfloat16,), count),
+        check_tensor("low", low, (torch.int16,), count),
     )
-    _check_apart(weight=weight, low=low, master=master)
+    check_apart(weight=weight, low=low, master=master)
     _library().oz_join_master(*pointers, count)
 
 
 def widen_(out: Tensor, source: Tensor) -> None:
     """float32 `out` = bfloat16 `source`, on the calling thread alone."""
-    at, of = _check("out", out, (torch.float32,)), _check("source", source, (torch.bfloat16,), out.numel())
-    _check_apart(out=out, source=source)
+    at, of = check_tensor("out", out, (torch.float32,)), check_tensor("source", source, (torch.bfloat16,), out.numel())
+    check_apart(out=out, source=source)
     _library().oz_widen(at, of, out.numel())
 
 
 def narrow_(out: Tensor, source: Tensor) -> None:
     """bfloat16 `out` = float32 `source` rounded to nearest, ties to even, as torch does; on the calling thread."""
-    at, of = _check("out", out, (torch.bfloat16,)), _check("source", source, (torch.float32,), out.numel())
-    _check_apart(out=out, source=source)
+    at, of = check_tensor("out", out, (torch.bfloat16,)), check_tensor("source", source, (torch.float32,), out.numel())
+    check_apart(out=out, source=source)
     _library().oz_narrow(at, of, out.numel())
 
 
@@ -268,8 +230,8 @@ def drain_(out: Tensor, grad: Tensor) -> float:
     """Writes float32 `grad` to `out` (bfloat16: rounded as `narrow_`; float32: copied) and returns the sum of squares
     of the written values in double: 65,536 elements at a time in 16 fixed lanes, these sums added in order.  The bits
     depend on nothing but the values; an infinity or NaN makes the result non-finite.  Runs on the calling thread."""
-    at, of = _check("out", out, _FLOATS), _check("grad", grad, (torch.float32,), out.numel())
-    _check_apart(out=out, grad=grad)
+    at, of = check_tensor("out", out, _FLOATS), check_tensor("grad", grad, (torch.float32,), out.numel())
+    check_apart(out=out, grad=grad)
     library = _library()
     drain = library.oz_drain_bf16 if out.dtype == torch.bfloat16 else library.oz_drain_fp32
     return float(drain(at, of, out.numel()))
@@ -277,7 +239,7 @@ def drain_(out: Tensor, grad: Tensor) -> float:
 
 def sum_squares(x: Tensor) -> float:
     """The sum of squares of a bfloat16 or float32 tensor, by the rule of `drain_`."""
-    at, library = _check("x", x, _FLOATS), _library()
+    at, library = check_tensor("x", x, _FLOATS), _library()
     add = library.oz_sum_squares_bf16 if x.dtype == torch.bfloat16 else library.oz_sum_squares_fp32
     return float(add(at, x.numel()))
 
@@ -288,21 +250,21 @@ def _all_dtypes(tensor: Tensor) -> tuple[torch.dtype, ...]:
 
 def copy_(dst: Tensor, src: Tensor) -> None:
     """Copies the bytes of `src` to `dst` (equal sizes in bytes, any dtypes), on the calling thread alone."""
-    to, of = _check("dst", dst, _all_dtypes(dst)), _check("src", src, _all_dtypes(src))
+    to, of = check_tensor("dst", dst, _all_dtypes(dst)), check_tensor("src", src, _all_dtypes(src))
     if dst.nbytes != src.nbytes:
         raise ValueError(f"src has {src.nbytes} bytes; dst needs {dst.nbytes}")
-    _check_apart(dst=dst, src=src)
+    check_apart(dst=dst, src=src)
     _library().oz_copy(to, of, dst.nbytes)
 
 
 def fill_nan_(x: Tensor) -> None:
     """Sets every byte to 0xff, which every float type reads as NaN: for freed memory, whatever dtype it had."""
-    _library().oz_fill(_check("x", x, _all_dtypes(x)), 0xFF, x.nbytes)
+    _library().oz_fill(check_tensor("x", x, _all_dtypes(x)), 0xFF, x.nbytes)
 
 
 def crc32c(data: Tensor, nbytes: int | None = None) -> int:
     """The CRC32C (RFC 3720) of the first `nbytes` bytes (default: all) of a uint8 tensor."""
-    at = _check("data", data, (torch.uint8,))
+    at = check_tensor("data", data, (torch.uint8,))
     nbytes = data.nbytes if nbytes is None else nbytes
     if not 0 <= nbytes <= data.nbytes:
         raise ValueError(f"nbytes is {nbytes}; data has {data.nbytes}")
@@ -313,7 +275,7 @@ class TransferPool:
     """Threads that read and write; made by `io_start`.  Any number of Python threads may use it at once."""
 
     def __init__(self, num_threads: int) -> None:
-        pointer = _library().oz_io_start(_check_threads(num_threads, "num_threads"))
+        pointer = _library().oz_io_start(check_threads(num_threads, "num_threads"))
         if not pointer:
             raise OSError(ctypes.get_errno(), "the system refused to start a single thread for transfers")
         self._pointer: int | None = pointer
@@ -361,7 +323,6 @@ def read_at(
     nbytes: int,
     offset: int,
     crcs: Tensor | None = None,
-    *,
     origin: int = 0,
 ) -> None:
     """Reads `nbytes` at file offset `offset` into the start of `buffer` (uint8); returns when all of it is there.
@@ -382,7 +343,6 @@ def write_at(
     nbytes: int,
     offset: int,
     crcs: Tensor | None = None,
-    *,
     origin: int = 0,
 ) -> None:
     """Writes the first `nbytes` of `buffer`, and each piece's entry to `crcs` once it is written; see `read_at`.
@@ -395,7 +355,7 @@ def write_at(
 def _transfer(
     pool: TransferPool, fd: int, buffer: Tensor, nbytes: int, offset: int, crcs: Tensor | None, origin: int, write: bool
 ) -> None:
-    at = _check("buffer", buffer, (torch.uint8,))
+    at = check_tensor("buffer", buffer, (torch.uint8,))
     if not 0 <= nbytes <= buffer.nbytes:
         raise ValueError(f"nbytes is {nbytes}; the buffer has {buffer.nbytes}")
     if not 0 <= origin <= offset <= 2**62:
@@ -411,7 +371,7 @@ def _transfer(
 
 
 def _check_table(crcs: Tensor, nbytes: int, start: int) -> int:
-    table = _check("crcs", crcs, (torch.int64,))
+    table = check_tensor("crcs", crcs, (torch.int64,))
     if start % PIECE_BYTES:
         raise ValueError(f"the transfer starts {start} bytes into its extent; with crcs, a multiple of 1 MiB is needed")
     needed = -(-(start + nbytes) // PIECE_BYTES)
