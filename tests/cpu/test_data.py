@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerFast
 
 from offloadz.plan.errors import ConfigError
 from offloadz.train.data import Dataset, Loader, load_dataset, marked_pieces, read_records, tokenise
+from offloadz.train.tokens import mask_from_offsets
 
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
 SPECIAL += ["<start_of_turn>", "<end_of_turn>", "[INST]", "[/INST]"]
@@ -198,6 +199,21 @@ def test_prompt_that_is_no_prefix(tmp_path: Path, tok: PreTrainedTokenizerFast) 
     text = text.replace("'<think></think>'", "''")
     got = chat(tmp_path, turns("u:yes", "a:yes", "u:no", "a:no"), template_file(tmp_path, text), tok)
     assert got == f"{S}user\nyes{E}\n{S}assistant\n[[yes{E}]]\n{S}user\nno{E}\n{S}assistant\n[[no{E}]]\n"
+
+
+def test_rewritten_turns_and_a_prompt_that_is_no_prefix(tmp_path: Path, tok: PreTrainedTokenizerFast) -> None:
+    text = THINK.replace("'<|im_start|>assistant\n' }}{% endif %}", "'<|im_start|>assistant\n<think>\n' }}{% endif %}")
+    got = chat(tmp_path, turns("u:yes", "a:yes", "u:no", "a:no"), template_file(tmp_path, text), tok)
+    # The first answer is found behind its question, which says the same and ends the same way.
+    assert got.startswith(f"{S}user\nyes{E}\n{S}assistant\n[[yes{E}]]\n{S}user\nno{E}\n{S}assistant\n")
+    assert got.endswith(f"[[no{E}]]\n")
+
+
+def test_tokens_on_the_edge_of_a_span() -> None:
+    """A token over an edge is in; one without width is trimmed white space in front of its position."""
+    offsets = np.array([[0, 3], [3, 3], [2, 5], [5, 8], [8, 8], [8, 10], [9, 12]])
+    expected = [False, False, True, True, True, True, True]
+    assert mask_from_offsets(offsets, [(3, 10)]).tolist() == expected
 
 
 def test_template_without_generation_prompt(tmp_path: Path, tok: PreTrainedTokenizerFast) -> None:
@@ -556,6 +572,14 @@ def test_resume_at_every_batch(ten: Dataset, batch_size: int) -> None:
             batch = loader.next_batch()
             assert loader.last_ids == ids[j]
             assert all(torch.equal(batch[name], batches[j][name]) for name in batch)
+
+
+def test_resume_knows_how_many_batches_are_left(ten: Dataset) -> None:
+    first = Loader(ten, 4, num_batches=4)
+    next(first)
+    second = Loader(ten, 4, num_batches=4)
+    second.load_state_dict(first.state_dict())
+    assert len(list(second)) == 3
 
 
 def test_resume_with_other_data_is_refused(ten: Dataset, tmp_path: Path) -> None:
