@@ -13,7 +13,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from offloadz.memory.tier import PAGE_BYTES
+from offloadz.memory.tier import HUGE_BYTES, PAGE_BYTES, rounded
 
 CACHE_STEP_BYTES = 32 << 20  # how much page cache a buffered transfer may hold at a time
 _PROBE_FILE = "probe.bin"
@@ -101,8 +101,10 @@ def file_system(path: Path) -> str:
 def drop_cache(fd: int, offset: int, nbytes: int, written: bool) -> None:
     """Take `[offset, offset + nbytes)` of `fd` out of the page cache; after a write it goes to the drive first.
 
-    fdatasync and not sync_file_range, because it also reports a failed write-back.
+    fdatasync and not sync_file_range, because it also reports a failed write-back.  The range is widened to huge pages:
+    the kernel caches in folios of up to 2 MiB and keeps one that lies only partly in the range.
     """
     if written:
         os.fdatasync(fd)
-    os.posix_fadvise(fd, offset, nbytes, os.POSIX_FADV_DONTNEED)
+    start = offset - offset % HUGE_BYTES
+    os.posix_fadvise(fd, start, rounded(offset + nbytes - start, HUGE_BYTES), os.POSIX_FADV_DONTNEED)

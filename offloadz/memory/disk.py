@@ -55,8 +55,8 @@ class DiskTier:
 
     `owner` is `swapdir.owner_name(output)`.  `notes` are the lines a user should see at the start (direct I/O refused,
     RAM-backed path, dead runs' leftovers); they are also logged.  `bytes_read` and `bytes_written` count what went
-    over the bus, padding included.  Once made, the tier owns `io` and closes it.  Raises `ConfigError` where the directory
-    is in use, `DiskFailed` where it cannot be written.
+    over the bus, padding included.  Once made, the tier owns `io` and closes it.  Raises `ConfigError` where the
+    directory is in use, `DiskFailed` where it cannot be written.
     """
 
     def __init__(self, directory: str | Path, io: Transfer, *, checksum: bool = True, owner: str) -> None:
@@ -65,6 +65,7 @@ class DiskTier:
         self.bytes_read = 0
         self.bytes_written = 0
         self._ends: dict[str, int] = {}  # bytes reserved per file
+        self._pending: list[Extent] = []  # reserved and not yet allocated
         self._names: set[tuple[str, str]] = set()
         self._sizes: dict[str, int] = {}  # bytes allocated per file
         self._fds: dict[str, int] = {}
@@ -120,7 +121,7 @@ class DiskTier:
         self._names.add((file, name))
         extent = Extent(file, self._ends.get(file, 0), nbytes, name)
         self._ends[file] = extent.offset + rounded(nbytes)
-        self._tables[extent] = torch.full((extent.num_pieces,), NEVER_WRITTEN, dtype=torch.int64)
+        self._pending.append(extent)
         return extent
 
     def allocate(self) -> None:
@@ -145,6 +146,9 @@ class DiskTier:
             number = error.errno or errno.EIO
             text = f"{os.strerror(number)}: reserving {missing_bytes} bytes in {self.path} failed"
             raise DiskFailed(number, text) from error
+        for extent in self._pending:
+            self._tables[extent] = torch.full((extent.num_pieces,), NEVER_WRITTEN, dtype=torch.int64)
+        self._pending.clear()
 
     def _no_room(self, missing_bytes: int, free_bytes: int) -> DoesNotFit:
         return DoesNotFit(
@@ -157,6 +161,8 @@ class DiskTier:
         if file not in self._fds:
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
             self._fds[file] = os.open(path, flags | (os.O_DIRECT if self.probe.direct else 0), 0o600)
+            if not self.probe.direct:  # no read-ahead: nobody would drop those pages
+                os.posix_fadvise(self._fds[file], 0, 0, os.POSIX_FADV_RANDOM)
         if end > start:
             # By a descriptor of its own: where a file system has no fallocate, libc writes single bytes instead.
             plain = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -217,7 +223,7 @@ class DiskTier:
         """The length of a transfer, once it is known to be possible, and its part of the checksum table."""
         nbytes = extent.nbytes - offset if nbytes is None else nbytes
         where = f"disk tier: {extent.label!r} ({extent.nbytes} bytes)"
-        if extent.file not in self._fds or extent.offset + extent.nbytes > self._sizes[extent.file]:
+        if extent.file not in self._fds or extent not in self._tables:
             raise ValueError(f"{where} has no room: the tier is closed, or allocate() was not called after reserve()")
         if offset < 0 or nbytes < 0 or offset + nbytes > extent.nbytes:
             raise ValueError(f"{where}: {nbytes} bytes at {offset} do not lie in it")

@@ -6,6 +6,8 @@ trade-off: one pool per tier, so that closing a tier ends its threads; two tiers
 
 from __future__ import annotations
 
+import os
+
 from torch import Tensor
 
 from offloadz.memory.tier import TransferDamaged, TransferFailed
@@ -19,6 +21,7 @@ class ThreadTransfer:
 
     def __init__(self, num_threads: int = 4) -> None:
         self._pool = native.io_start(num_threads)
+        self._pid = os.getpid()
 
     def read(self, fd: int, buffer: Tensor, nbytes: int, offset: int, crcs: Tensor | None) -> None:
         """Read `nbytes` at `offset` of `fd` into `buffer`, comparing with `crcs`."""
@@ -36,7 +39,8 @@ class ThreadTransfer:
 
     def close(self) -> None:
         """End the threads once the calls in progress have returned; a second call does nothing."""
-        native.io_stop(self._pool)
+        if os.getpid() == self._pid:  # a forked child has no such threads, and would wait for them for ever
+            native.io_stop(self._pool)
 
 
 def _translated(error: native.NativeIOError) -> TransferFailed | TransferDamaged:
