@@ -15,6 +15,7 @@ import logging
 import mmap
 import os
 import resource
+import weakref
 from collections.abc import Iterable
 
 import torch
@@ -138,19 +139,19 @@ class HostPool:
         return sum(end - start for start, end in self._gaps)
 
     def close(self) -> None:
-        """Give the memory back.  A tensor that still lies in the pool keeps it alive until that tensor dies."""
-        area, self._area, self._gaps = self._area, None, []
-        if area is None:
+        """Give the memory back.  A tensor that still lies in the pool keeps it alive until that tensor dies.
+
+        [Note: never unmap by hand] `torch.frombuffer` holds the mapping by reference only and does not pin its buffer,
+        so `mmap.close` would succeed under a living tensor, and the next use of it would end the process.
+        """
+        if self._area is None:
             return
-        self.locked_bytes = 0
-        try:
-            area.close()
-        except BufferError:
+        area = weakref.ref(self._area)
+        self._area, self._gaps, self.locked_bytes = None, [], 0
+        if area() is not None:
             gc.collect()  # an exception's traceback often holds the last view
-            try:
-                area.close()
-            except BufferError:
-                log.warning(
-                    "host pool closed while tensors still lie in it: its %d bytes stay until the last of them dies",
-                    self.capacity_bytes,
-                )
+        if area() is not None:
+            log.warning(
+                "host pool closed while tensors still lie in it: its %d bytes stay until the last of them dies",
+                self.capacity_bytes,
+            )
