@@ -48,9 +48,9 @@ Shape = tuple[int, ...]
 class Stock(Protocol):
     """A model's tensors and small files, wherever they are."""
 
-    written: Mapping[str, str]
+    written: dict[str, str]
     """Name in the exported files -> canonical name."""
-    storage: Mapping[str, tuple[Shape, str]]
+    storage: dict[str, tuple[Shape, str]]
     """Canonical name -> logical shape and the dtype in which its working weight is kept."""
 
     def pieces(self, dtype: str) -> Iterator[tuple[str, int, Tensor]]:
@@ -71,7 +71,7 @@ def export(run_or_checkpoint: Any, out: str | Path, dtype: str | None = None, sh
     Weights kept in fp32 in a bf16 run stay fp32.  `out` appears whole or not at all; what is there is replaced only if
     it was exported before.  Raises ConfigError, DiskFailed (numbers first), DamagedState (what was read back differs).
     """
-    stock = (
+    stock: Stock = (
         CheckpointStock(Path(run_or_checkpoint))
         if isinstance(run_or_checkpoint, (str, Path))
         else RunStock(run_or_checkpoint)
@@ -140,7 +140,7 @@ def working_weight(master: Tensor) -> Tensor:
     return weight
 
 
-class RunStock:
+class RunStock(Stock):
     """The tensors of a live run."""
 
     def __init__(self, run: Any) -> None:
@@ -148,7 +148,9 @@ class RunStock:
         self._names: Names = names_of(self._model)
         self.written: dict[str, str] = self._names.written
         self.tensors = logical_tensors(self._session.spec.units)
-        self.storage = {name: (shape, kept) for name, (shape, kept, _) in self.tensors.items()}
+        self.storage: dict[str, tuple[Shape, str]] = {
+            name: (shape, kept) for name, (shape, kept, _) in self.tensors.items()
+        }
         absent = sorted(set(self.written.values()) ^ set(self.storage))
         if absent:
             raise ConfigError(f"names of the model and of its stored weights differ: {', '.join(absent[:10])}")
@@ -177,15 +179,17 @@ class RunStock:
         write_model_files(self._model, self._names, directory, dtype)
 
 
-class CheckpointStock:
+class CheckpointStock(Stock):
     """The tensors of a checkpoint directory, checked before the first is given out."""
 
     def __init__(self, directory: Path) -> None:
         told = read_manifest(directory)
         verify(directory, told)
         self._directory = directory
-        self.written = told["written"]
-        self.storage = {name: (tuple(e["shape"]), e["storage"]) for name, e in told["parameters"].items()}
+        self.written: dict[str, str] = told["written"]
+        self.storage: dict[str, tuple[Shape, str]] = {
+            name: (tuple(e["shape"]), e["storage"]) for name, e in told["parameters"].items()
+        }
 
     def pieces(self, dtype: str) -> Iterator[tuple[str, int, Tensor]]:
         with StreamReader(self._directory / WEIGHTS) as reader:

@@ -327,12 +327,12 @@ def _make_header(
 
 
 def _bytes_of(flat: torch.Tensor) -> memoryview:
-    return memoryview(flat.detach().contiguous().view(torch.uint8).numpy())
+    return memoryview(flat.detach().contiguous().view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def _read_into(fd: int, raw: torch.Tensor, offset: int, path: Path, name: str) -> None:
     """Fill a uint8 tensor from the file, resuming short reads, and drop the cached pages behind."""
-    view, done = memoryview(raw.numpy()), 0
+    view, done = _bytes_of(raw), 0
     while done < len(view):
         try:
             got = os.preadv(fd, [view[done:]], offset + done)

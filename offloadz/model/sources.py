@@ -300,7 +300,7 @@ def _check_index(index: Path, where: Mapping[str, str], readers: Iterable[Stream
 
 def _match_names(on_disk: Iterable[str], wanted: set[str], prefix: str) -> dict[str, str]:
     """Model name -> name on disk; files of a base model lack, and of a wrapped one have, the base model's prefix."""
-    matched = {}
+    matched: dict[str, str] = {}
     for disk in on_disk:
         for name in (disk, f"{prefix}.{disk}", disk.removeprefix(f"{prefix}.")):
             if name in wanted:
@@ -319,7 +319,7 @@ def _renamed(model: nn.Module) -> str:
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     kind = getattr(getattr(model, "config", None), "model_type", None)
-    if kind and get_checkpoint_conversion_mapping(kind):
+    if kind and get_checkpoint_conversion_mapping(kind):  # type: ignore[no-untyped-call]
         return f". Files of {kind} models name tensors otherwise than the module does; converting them is not built yet"
     return ""
 

@@ -123,7 +123,7 @@ def _construct(directory: Path, dtype: torch.dtype, attention: str, trust_remote
     try:
         with _parameters_on_meta():
             # Built in fp32 whatever `dtype`: only parameters are cast, so a table of angles keeps its precision.
-            model: nn.Module = AutoModelForCausalLM.from_config(
+            model: nn.Module = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
                 config, dtype=torch.float32, trust_remote_code=trust_remote_code, **chosen
             )
     except (ValueError, ImportError) as error:
@@ -218,7 +218,7 @@ def _read_generation_config(model: nn.Module, directory: Path) -> None:
     from transformers import GenerationConfig
 
     try:
-        model.generation_config = GenerationConfig.from_pretrained(directory)
+        model.generation_config = GenerationConfig.from_pretrained(directory)  # type: ignore[assignment]
     except (ValueError, OSError) as error:
         raise ConfigError(f"{directory / 'generation_config.json'} is not readable: {error}") from error
 

@@ -2,8 +2,8 @@
 
 Each holds fp32 masters, both moments, frozen weights in their own dtype, buffers, and in `manifest.json` everything
 else a run needs to go on as if nothing had happened.  When to save and what `extra` means is left to the loop, files
-and directories to `model/`.  The trade-off: masters are written in fp32 though the run holds them as two halves, 12 bytes a
-parameter for any placement, dtype or reader, where a copy of the split halves would be as large and readable only here.
+and directories to `model/`.  The trade-off: masters are written in fp32 though the run holds them as two halves: 12
+bytes a parameter either way, but these can be read by any placement and any reader of safetensors.
 """
 
 from __future__ import annotations
