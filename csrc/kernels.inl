@@ -1,10 +1,7 @@
 // The loops themselves; included once per instruction set, inside a namespace of its own, after the target is set.
 // Everything here is local to that namespace, so that no wide instruction can leak into a function shared with others.
 
-typedef double F64x8 __attribute__((vector_size(64)));
-typedef float F32x8 __attribute__((vector_size(32)));
-typedef uint32_t U32x8 __attribute__((vector_size(32)));
-typedef uint16_t U16x8 __attribute__((vector_size(16)));
+typedef double F64x4 __attribute__((vector_size(32)));
 
 static inline float as_float(uint32_t bits) {
   float value;
@@ -125,111 +122,96 @@ static void narrow(uint16_t *__restrict out, const uint32_t *__restrict in, int6
     out[i] = uint16_t(nearest_even(in[i]));
 }
 
-// Eight elements through a drain: what is written comes back as float, for the sum.
-struct ToBf16 {
-  typedef float In;
-  typedef uint16_t Out;
-  static F32x8 pass(Out *out, const In *in) {
-    U32x8 bits;
-    __builtin_memcpy(&bits, in, 32);
-    U32x8 rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    U32x8 is_nan = (U32x8)((bits & 0x7fffffffu) > 0x7f800000u);
-    rounded = (rounded & ~is_nan) | (0x7fc0u & is_nan);
-    U16x8 half = __builtin_convertvector(rounded, U16x8);
-    __builtin_memcpy(out, &half, 16);
-    return (F32x8)(rounded << 16);
-  }
-};
+struct Nothing {}; // where a drain that only sums writes
 
-struct ToFp32 {
-  typedef float In;
-  typedef float Out;
-  static F32x8 pass(Out *out, const In *in) {
-    F32x8 value;
-    __builtin_memcpy(&value, in, 32);
-    __builtin_memcpy(out, &value, 32);
-    return value;
-  }
-};
-
-struct OfBf16 {
-  typedef uint16_t In;
-  typedef void Out;
-  static F32x8 pass(Out *, const In *in) {
-    U16x8 half;
-    __builtin_memcpy(&half, in, 16);
-    return (F32x8)(__builtin_convertvector(half, U32x8) << 16);
-  }
-};
-
-struct OfFp32 {
-  typedef float In;
-  typedef void Out;
-  static F32x8 pass(Out *, const In *in) {
-    F32x8 value;
-    __builtin_memcpy(&value, in, 32);
-    return value;
-  }
-};
-
-static inline char *ahead(void *, int64_t) {
-  return nullptr;
+static inline double square(float value) {
+  return double(value) * double(value);
 }
 
-template <class T> static inline T *ahead(T *at, int64_t count) {
-  return at + count;
+// One block through a drain: each writes `out`, and the squares of what it wrote.  Two plain loops over a block that
+// stays in the first cache: compilers turn both into wide code, but not one loop that converts and sums.
+
+static void pass(uint16_t *__restrict out, const float *__restrict in, double *__restrict squares, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    uint32_t rounded = nearest_even(as_bits(in[i]));
+    out[i] = uint16_t(rounded);
+    squares[i] = square(as_float(rounded << 16));
+  }
 }
 
-static inline void store(void *, const void *, int64_t) {}
+static void pass(float *__restrict out, const float *__restrict in, double *__restrict squares, int64_t count) {
+  for (int64_t i = 0; i < count; ++i) {
+    out[i] = in[i];
+    squares[i] = square(in[i]);
+  }
+}
 
-template <class T> static inline void store(T *out, const T *from, int64_t count) {
-  __builtin_memcpy(out, from, size_t(count) * sizeof(T));
+static void pass(Nothing *, const uint16_t *__restrict in, double *__restrict squares, int64_t count) {
+  for (int64_t i = 0; i < count; ++i)
+    squares[i] = square(as_float(uint32_t(in[i]) << 16));
+}
+
+static void pass(Nothing *, const float *__restrict in, double *__restrict squares, int64_t count) {
+  for (int64_t i = 0; i < count; ++i)
+    squares[i] = square(in[i]);
+}
+
+template <class Out> static Out *ahead(Out *out, int64_t count) {
+  return out + count;
+}
+
+template <> [[maybe_unused]] Nothing *ahead(Nothing *out, int64_t) {
+  return out;
+}
+
+static inline F64x4 four(const double *at) {
+  F64x4 values;
+  __builtin_memcpy(&values, at, sizeof(values));
+  return values;
 }
 
 // The sum of squares of one piece: element i goes to lane i mod 16, the lanes are then added pairwise.  A square of a
 // float is exact in double, so only the order of the additions matters, and it is fixed.
-template <class Step> static double piece(typename Step::Out *out, const typename Step::In *in, int64_t count) {
-  F64x8 even = {}, odd = {};
-  int64_t i = 0;
-  for (; i + 16 <= count; i += 16) {
-    F64x8 a = __builtin_convertvector(Step::pass((typename Step::Out *)ahead(out, i), in + i), F64x8);
-    F64x8 b = __builtin_convertvector(Step::pass((typename Step::Out *)ahead(out, i + 8), in + i + 8), F64x8);
-    even += a * a;
-    odd += b * b;
+template <class Out, class In> static double piece(Out *out, const In *in, int64_t count) {
+  constexpr int64_t kBlock = 512;
+  double squares[kBlock];
+  F64x4 a = {}, b = {}, c = {}, d = {};
+  for (int64_t begin = 0; begin < count; begin += kBlock) {
+    int64_t length = count - begin < kBlock ? count - begin : kBlock;
+    pass(ahead(out, begin), in + begin, squares, length);
+    for (; length % 16; ++length)
+      squares[length] = 0.0; // changes no sum
+    for (int64_t i = 0; i < length; i += 16) {
+      a += four(squares + i);
+      b += four(squares + i + 4);
+      c += four(squares + i + 8);
+      d += four(squares + i + 12);
+    }
   }
-  if (i < count) { // the rest in a full step padded with zeros, which change no sum
-    typename Step::In rest[16] = {};
-    float room[16];
-    __builtin_memcpy(rest, in + i, size_t(count - i) * sizeof(rest[0]));
-    auto *to = reinterpret_cast<typename Step::Out *>(room);
-    F64x8 a = __builtin_convertvector(Step::pass(to, rest), F64x8);
-    F64x8 b = __builtin_convertvector(Step::pass((typename Step::Out *)ahead(to, 8), rest + 8), F64x8);
-    even += a * a;
-    odd += b * b;
-    store((typename Step::Out *)ahead(out, i), to, count - i);
-  }
-  F64x8 lanes = even + odd;
-  double a = (lanes[0] + lanes[4]) + (lanes[1] + lanes[5]);
-  double b = (lanes[2] + lanes[6]) + (lanes[3] + lanes[7]);
-  return a + b;
+  F64x4 sum = (a + c) + (b + d);
+  return (sum[0] + sum[1]) + (sum[2] + sum[3]);
 }
 
-template <class Step> static double pieces(typename Step::Out *out, const typename Step::In *in, int64_t count) {
+template <class Out, class In> static double pieces(Out *out, const In *in, int64_t count) {
   double total = 0.0;
   for (int64_t i = 0; i < count; i += kPiece)
-    total += piece<Step>((typename Step::Out *)ahead(out, i), in + i, count - i < kPiece ? count - i : kPiece);
+    total += piece(ahead(out, i), in + i, count - i < kPiece ? count - i : kPiece);
   return total;
 }
 
-static double sum_squares_bf16(const uint16_t *in, int64_t count) {
-  return pieces<OfBf16>(nullptr, in, count);
-}
-
-static double sum_squares_fp32(const float *in, int64_t count) {
-  return pieces<OfFp32>(nullptr, in, count);
+template <class In> static double sum_squares(const In *in, int64_t count) {
+  return pieces(static_cast<Nothing *>(nullptr), in, count);
 }
 
 static constexpr Kernels make_table(const char *name) {
-  return Kernels{name,   adam_part,      split_master,   join_master,      widen,
-                 narrow, pieces<ToBf16>, pieces<ToFp32>, sum_squares_bf16, sum_squares_fp32};
+  return Kernels{name,
+                 adam_part,
+                 split_master,
+                 join_master,
+                 widen,
+                 narrow,
+                 pieces<uint16_t, float>,
+                 pieces<float, float>,
+                 sum_squares<uint16_t>,
+                 sum_squares<float>};
 }

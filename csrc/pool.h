@@ -21,7 +21,7 @@ struct Job {
   int64_t next = 0;
   int running = 0;
   Job *after = nullptr;
-  std::condition_variable done;
+  std::condition_variable done = {};
 };
 
 class Pool {

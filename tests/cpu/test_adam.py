@@ -229,8 +229,8 @@ def lanes(values: torch.Tensor) -> float:
         lane = [0.0] * 16
         for row in (padded * padded).tolist():
             lane = [a + b for a, b in zip(lane, row, strict=True)]
-        s = [lane[k] + lane[k + 8] for k in range(8)]
-        total += ((s[0] + s[4]) + (s[1] + s[5])) + ((s[2] + s[6]) + (s[3] + s[7]))
+        s = [(lane[k] + lane[k + 8]) + (lane[k + 4] + lane[k + 12]) for k in range(4)]
+        total += (s[0] + s[1]) + (s[2] + s[3])
     return total
 
 
