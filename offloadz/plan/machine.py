@@ -94,15 +94,15 @@ def disk_free(path: str | Path) -> int:
 
 
 def allowed_cores(root: str | Path = "/") -> int:
-    """Cores this process may use: its affinity, or the smallest CPU quota of its groups (rounded up); at least 1."""
-    cores = float(len(os.sched_getaffinity(0)))
+    """Cores this process may use: its affinity, or the smallest CPU quota of its groups (rounded down); at least 1."""
+    cores = len(os.sched_getaffinity(0))
     for directory in group_chain("cpu", Path(root)):
         quota, period = [*_text(directory / "cpu.max").split(), "", ""][:2]
         if not quota:
             quota, period = _text(directory / "cpu.cfs_quota_us"), _text(directory / "cpu.cfs_period_us")
         if quota.isdigit() and period.isdigit() and int(quota) > 0 and int(period) > 0:
-            cores = min(cores, -(-int(quota) // int(period)))
-    return max(1, int(cores))
+            cores = min(cores, int(quota) // int(period))  # half a core more is no second thread
+    return max(1, cores)
 
 
 def group_chain(controller: str, root: str | Path = "/") -> list[Path]:

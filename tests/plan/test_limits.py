@@ -271,7 +271,7 @@ def test_machine_follows_the_limit(tmp_path: Path) -> None:
     ("groups", "files", "cores"),
     [
         ("0::/job", {"job/cpu.max": "max 100000"}, 64),
-        ("0::/job", {"job/cpu.max": "150000 100000"}, 2),
+        ("0::/job", {"job/cpu.max": "250000 100000"}, 2),
         ("0::/a/b", {"a/b/cpu.max": "max 100000", "a/cpu.max": "300000 100000"}, 3),
         ("3:cpu:/job", {"cpu/job/cpu.cfs_quota_us": -1, "cpu/job/cpu.cfs_period_us": 100000}, 64),
         ("3:cpu:/job", {"cpu/job/cpu.cfs_quota_us": 20000, "cpu/job/cpu.cfs_period_us": 100000}, 1),
