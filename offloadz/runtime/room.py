@@ -190,6 +190,24 @@ class Room:
         self.slots |= {f"host.x#{i}": pool.take(f"host.x#{i}", size) for i in range(count)}
         self.extents = {place: extent for place, extent in self.extents.items() if not place.startswith("x")}
 
+    def widen_gradients(self, placement: Placement) -> None:
+        """Homes and slots of gradients that hold fp32 sums; all lanes idle, no gradient at rest."""
+        self.placement = placement
+        count = placement.slots
+        sizes = {f"{p}#{i}": aligned(n) for p, n in slot_bytes(self.spec, placement).items() if p == "host.g" for i in range(count)}
+        homes = {key: aligned(n) for key, n in self._home_sizes() if n and key[0] == "g"}
+        pool = HostPool(needed_bytes([*sizes.values(), *homes.values()]))
+        self.pools.append(pool)
+        self.slots |= {name: pool.take(name, nbytes) for name, nbytes in sizes.items()}
+        self.homes |= {key: pool.take(f"{key[0]}{key[1]}", nbytes) for key, nbytes in homes.items()}
+        for place in [p for p in self.extents if p.startswith("g")]:
+            index, k = map(int, place[1:].partition("@")[0].split("."))
+            unit = self.spec.units[index]
+            nbytes = self._part_bytes("g", index, unit.parts[k])
+            self.extents[place] = self.drive.reserve("scratch", f"gradient_sums/{unit.name}#{k}", nbytes)
+        if self.disk is not None:
+            self.disk.allocate()
+
     def forget_inputs(self) -> None:
         """The step is over: nothing will ask for its inputs again."""
         self.live.clear()

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
 import torch
@@ -103,7 +103,8 @@ class Session:
             self._learn(turn)
         elif turn in self.open:
             self.open.remove(turn)
-        if torch.is_grad_enabled() or verb == "backward":
+        # Inside an autograd function gradients are off, so a graded turn says by itself that this is training.
+        if graded or torch.is_grad_enabled():
             self.history.append((verb, turn, self.rounds))
         return turn
 
@@ -136,22 +137,17 @@ class Session:
     def _onward(self, turn: Turn) -> tuple[Phase, ...]:
         """The rest of a pass from this forward turn on, and the backward that will follow it."""
         at = self.order.index(turn.seat) if turn.seat in self.order else turn.seat
+        training = turn.graded or torch.is_grad_enabled()
         turns = [turn]
         for seat in self.order[at + 1 :]:
-            turns.append(self._guess(seat, turn.call + len(turns), turn.graded))
-        forward = Forward(tuple(turns))
-        if not turn.graded and not self._any_trained(turns):
-            return (forward,)
+            turns.append(self._guess(seat, turn.call + len(turns), training))
         back = tuple(t for t in reversed([*self.open, *turns]) if t.graded)
-        return (forward, Backward(back, self.rounds)) if back and torch.is_grad_enabled() else (forward,)
+        return (Forward(tuple(turns)), Backward(back, self.rounds)) if training and back else (Forward(tuple(turns)),)
 
-    def _any_trained(self, turns: list[Turn]) -> bool:
-        return any(t.graded for t in turns)
-
-    def _guess(self, seat: int, call: int, graded: bool) -> Turn:
+    def _guess(self, seat: int, call: int, training: bool) -> Turn:
         kind = self.spec.seats[seat].kind
-        trained = torch.is_grad_enabled() and seat >= self.spec.first_trained_seat
-        return Turn(seat, call, self.micros if kind in ("block", "module") else 1, graded or trained)
+        micros = self.micros if kind in ("block", "module") else 1
+        return Turn(seat, call, micros, training and seat >= self.spec.first_trained_seat)
 
     def _below(self, turn: Turn) -> list[Turn]:
         return [t for t in reversed(self.open) if t.call < turn.call]
@@ -287,13 +283,44 @@ class Session:
             if state is not None:
                 self._return("s", index, k, state)
 
-    def _borrow(self, kind: str, unit: int, part: int, nbytes: int) -> Tensor:
-        place = f"{kind}{unit}.{part}@disk"
-        if place not in self.room.extents:
+    def put(self, index: int, k: int, master: Tensor) -> None:
+        """Set a part's weights from fp32 values; what the stored dtype cannot hold goes to the low master bits."""
+        unit = self.spec.units[index]
+        part = unit.parts[k]
+        weight = self._slot("w", index, k, part.weight_bytes)
+        flat = typed(weight, 0, part.num_elements, DTYPES[part.dtype])
+        trained = unit.sections[part.section].trainable
+        if part.dtype == "float32":
+            flat.copy_(master)
+        elif not trained:
+            native.narrow_(flat, master)
+        else:
+            state = self._slot("s", index, k, part.state_bytes)
+            state.zero_()
+            low = state_views(part, state).low
+            native.split_master_(flat, low, master)
+            if low is not None and bool(low.any()):
+                self._return("s", index, k, state)
+        self._return("w", index, k, weight)
+
+    def allow_sums(self) -> None:
+        """From now on several backward passes may add to a gradient: its home holds fp32 sums."""
+        self.settle()
+        self.placement = replace(self.placement, accumulate=True)
+        self._programs.clear()
+        self.room.widen_gradients(self.placement)
+
+    def _slot(self, kind: str, unit: int, part: int, nbytes: int) -> Tensor:
+        """A buffer for a part on its way: its home, or a host slot where it lives on disk."""
+        if f"{kind}{unit}.{part}@disk" not in self.room.extents:
             return self.room.part_bytes(kind, unit, part, self.room.homes[kind, unit])
-        slot = self.room.slots["host.p#0" if kind == "w" and "host.p#0" in self.room.slots else f"host.{kind}#0"]
-        slot = slot[: aligned(nbytes)]
-        self.room.drive.read(self.room.extents[place], slot)
+        names = ("host.p#0", "host.w#0") if kind == "w" else ("host.s#0",)
+        return next(self.room.slots[n] for n in names if n in self.room.slots)[: aligned(nbytes)]
+
+    def _borrow(self, kind: str, unit: int, part: int, nbytes: int) -> Tensor:
+        slot, place = self._slot(kind, unit, part, nbytes), f"{kind}{unit}.{part}@disk"
+        if place in self.room.extents:
+            self.room.drive.read(self.room.extents[place], slot)
         return slot
 
     def _return(self, kind: str, unit: int, part: int, held: Tensor) -> None:

@@ -1,0 +1,110 @@
+"""Which axis of each input and output of a block is the batch: found by one more row, never guessed from a size.
+
+The model is run once more with its last row doubled and with stand-ins that only look: each notes the shapes it is
+given and answers with zeros of the shapes that the block itself would give (asked of the block under fake tensors,
+which compute nothing).  An axis that grew by exactly one is the batch axis.  The cost is one forward of the model's
+outer code, once per structure of inputs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map, tree_unflatten
+
+from offloadz.model.body import Body
+from offloadz.plan.errors import ConfigError
+
+Shapes = tuple[tuple[int, ...] | None, ...]
+
+
+class Seen(BaseException):
+    """Ends the looking forward once the last block has been reached; never leaves `find`."""
+
+
+@dataclass(frozen=True)
+class Axes:
+    """Batch axis per input leaf and per output leaf; None where a leaf is the same for all rows or is no tensor."""
+
+    inputs: tuple[int | None, ...]
+    outputs: tuple[int | None, ...]
+
+
+@dataclass
+class Probe:
+    """One looking forward: what each block seat was given, up to the last one."""
+
+    last_seat: int
+    inputs: dict[int, Shapes] = field(default_factory=dict)
+    outputs: dict[int, Shapes] = field(default_factory=dict)
+    answers: dict[Any, tuple[Shapes, TreeSpec, list[Any]]] = field(default_factory=dict)
+
+    def visit(self, seat: int, body: Body, leaves: list[Any], spec: TreeSpec) -> Any:
+        """Note a block's inputs and answer as it would."""
+        self.inputs[seat] = shapes_of(leaves)
+        key = (type(body.module), self.inputs[seat])
+        if key not in self.answers:
+            self.answers[key] = faked(body, leaves, spec)
+        shapes, out_spec, likeness = self.answers[key]
+        self.outputs[seat] = shapes
+        if seat == self.last_seat:
+            raise Seen
+        return tree_unflatten([_zeros(like) for like in likeness], out_spec)
+
+
+def shapes_of(leaves: list[Any]) -> Shapes:
+    return tuple(tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in leaves)
+
+
+def faked(body: Body, leaves: list[Any], spec: TreeSpec) -> tuple[Shapes, TreeSpec, list[Any]]:
+    """Shapes, structure and likenesses of a block's outputs, from a forward that computes nothing."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode, torch.no_grad():
+        weights = {
+            place.name: torch.empty(place.module._parameters[place.attribute].shape)  # type: ignore[union-attr]
+            for place in body.places
+        }
+        args, kwargs = tree_unflatten([mode.from_tensor(x) if isinstance(x, Tensor) else x for x in leaves], spec)
+        with body.lent(weights):
+            out, out_spec = tree_flatten(body.forward(*args, **kwargs))
+    likeness = [(tuple(o.shape), o.dtype) if isinstance(o, Tensor) else o for o in out]
+    return shapes_of(out), out_spec, likeness
+
+
+def _zeros(like: Any) -> Any:
+    return torch.zeros(like[0], dtype=like[1]) if isinstance(like, tuple) and isinstance(like[1], torch.dtype) else like
+
+
+def one_more_row(tree: Any, rows: int) -> Any:
+    """Every tensor whose first axis has `rows` entries, with its last entry doubled."""
+
+    def grow(x: Any) -> Any:
+        grows = isinstance(x, Tensor) and x.dim() and x.shape[0] == rows
+        return torch.cat([x, x[-1:]]) if grows else x
+
+    return tree_map(grow, tree)
+
+
+def compared(name: str, kind: str, small: Shapes, large: Shapes) -> tuple[int | None, ...]:
+    """The axis that grew by one, per leaf; raises ConfigError for a leaf in which the rows are mixed with something else."""
+    if len(small) != len(large):
+        raise ConfigError(
+            f"{name}: {kind}s differ in number between batches of different size; micro-batches are not possible, set train.micro_batch_size = train.batch_size"
+        )
+    return tuple(_axis(name, f"{kind} {i}", a, b) for i, (a, b) in enumerate(zip(small, large, strict=True)))
+
+
+def _axis(name: str, what: str, a: tuple[int, ...] | None, b: tuple[int, ...] | None) -> int | None:
+    if a == b or a is None or b is None:
+        return None
+    grown = [i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y]
+    if len(a) == len(b) and len(grown) == 1 and b[grown[0]] == a[grown[0]] + 1:
+        return grown[0]
+    raise ConfigError(
+        f"{name}: {what} has shape {a} for a batch and {b} with one more row, so no single axis is the batch;"
+        " set train.micro_batch_size = train.batch_size to run the block on the whole batch"
+    )

@@ -1,0 +1,273 @@
+"""The stand-in of a block: the one seam with autograd.
+
+Forward: fetch the flat weights, run the block without a graph on each micro-batch, keep only its input.  Backward:
+fetch again, run with a graph, let autograd add the weight gradients into the flat gradient slot.  The block's class,
+its place in the model and the model's own `forward` stay, so masks and rotary tables made there go on working.
+
+The trade-off: every block runs forward twice (a third of the step's products), and in exchange only one block's graph
+exists at any time, for one micro-batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from offloadz.model.axes import Axes, Probe, Seen, compared, one_more_row, shapes_of
+from offloadz.model.body import Body
+from offloadz.model.stage import Stage
+from offloadz.plan.errors import ConfigError
+from offloadz.plan.ops import Op
+from offloadz.plan.steps import Turn
+
+
+class Call:
+    """One call of a block: its inputs flattened, which of them is the hidden state, and how the rows are split."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.leaves, self.spec = tree_flatten((args, kwargs))
+        floating = [i for i, x in enumerate(self.leaves) if isinstance(x, Tensor) and x.is_floating_point()]
+        self.hidden_at = floating[0] if floating else -1
+        self.side_at = floating[1:]
+        self.ranges: list[tuple[int, int]] = []
+        self.axes: Axes | None = None
+        self.turn = Turn(-1, -1)
+        self.out_spec: TreeSpec | None = None
+        self.out_shapes: list[torch.Size] = []
+
+    @property
+    def hidden(self) -> Tensor:
+        return self.leaves[self.hidden_at]  # type: ignore[no-any-return]
+
+    def inputs(self, micro: int, hidden: Tensor) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments of one micro-batch, with `hidden` in its place."""
+        leaves = [self.cut(x, i, micro) for i, x in enumerate(self.leaves)]
+        leaves[self.hidden_at] = hidden
+        return tree_unflatten(leaves, self.spec)  # type: ignore[no-any-return]
+
+    def cut(self, leaf: Any, index: int, micro: int) -> Any:
+        axis = self.axes.inputs[index] if self.axes else None
+        return leaf if axis is None else leaf.narrow(axis, *self.ranges[micro])
+
+    def release(self) -> None:
+        """The hidden state is saved elsewhere; only its shape is still needed here."""
+        self.leaves[self.hidden_at] = torch.empty_like(self.hidden, device="meta")
+
+
+class BlockSeat:
+    """Stands in for a block, or for a single module outside the blocks."""
+
+    def __init__(self, stage: Stage, index: int, name: str, kind: str, unit: int, body: Body) -> None:
+        self.stage, self.index, self.name, self.kind, self.unit, self.body = stage, index, name, kind, unit, body
+        self.trainable = stage.session.spec.units[unit].trainable
+        body.stand_in(self.__call__)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        call, stage = Call(args, kwargs), self.stage
+        if stage.probe is not None:
+            return self._look(call)
+        if call.hidden_at < 0:
+            raise ConfigError(f"{self.name}: called without a floating point tensor; such a block is not built")
+        graded = torch.is_grad_enabled() and (call.hidden.requires_grad or self.trainable)
+        if torch.is_grad_enabled():
+            self._refuse(call)
+        self._split(call)
+        if graded:
+            stage.session.fit_saved(max(self._micro_bytes(call, micro) for micro in range(len(call.ranges))))
+            outs = _BlockTurn.apply(stage.anchor, call.hidden, self, call)
+        else:
+            outs = self.forward(call, False)
+        return tree_unflatten(list(outs), call.out_spec)
+
+    def _look(self, call: Call) -> Any:
+        if self.kind == "block":
+            return self.stage.probe.visit(self.index, self.body, call.leaves, call.spec)
+        return call.hidden.new_zeros(_leaf_shape(self.body, call.hidden))
+
+    def _refuse(self, call: Call) -> None:
+        """What would go wrong in silence: a cache, and side inputs that want a gradient."""
+        for leaf in call.leaves:
+            if hasattr(leaf, "get_seq_length"):
+                raise ConfigError(
+                    f"{self.name}: a key/value cache reached the block with gradients on; pass use_cache=False"
+                )
+        for index in call.side_at:
+            if call.leaves[index].requires_grad:
+                raise ConfigError(
+                    f"{self.name}: input {index} (shape {tuple(call.leaves[index].shape)}) requires a gradient beside the hidden"
+                    " state; such blocks are not built: freeze what makes it, or detach it"
+                )
+
+    def _split(self, call: Call) -> None:
+        """Decide the micro-batches of a call."""
+        stage, rows = self.stage, self.stage.rows
+        stateful = any(hasattr(leaf, "get_seq_length") for leaf in call.leaves)
+        whole = not rows or not stage.micro_rows or stage.micro_rows >= rows or stateful
+        if whole or (self.kind == "module" and call.hidden.shape[0] != rows):
+            call.ranges = [(0, call.hidden.shape[0] if call.hidden.dim() else 0)]
+            return
+        call.ranges = stage.ranges(rows)
+        if self.kind == "module":
+            call.axes = Axes(tuple(0 if i == call.hidden_at else None for i in range(len(call.leaves))), (0,))
+            return
+        call.axes = find_axes(stage, self, call)
+        if call.axes.inputs[call.hidden_at] is None:
+            raise ConfigError(
+                f"{self.name}: the hidden state {tuple(call.hidden.shape)} has no batch axis; set train.micro_batch_size = train.batch_size"
+            )
+
+    def _micro_bytes(self, call: Call, micro: int) -> int:
+        axis = call.axes.inputs[call.hidden_at] if call.axes else None
+        share = 1.0 if axis is None else call.ranges[micro][1] / max(1, call.hidden.shape[axis])
+        return round(call.hidden.nbytes * share)
+
+    # ---- computation -------------------------------------------------------------------------------------------
+
+    def forward(self, call: Call, graded: bool) -> tuple[Any, ...]:
+        """Run every micro-batch without a graph; returns the output leaves for all rows."""
+        session = self.stage.session
+        call.turn = session.begin("forward", self.index, len(call.ranges), graded)
+        outs: list[Any] = []
+        for micro in range(len(call.ranges)):
+            session.compute(lambda op, micro=micro: self._run(op, call, micro, graded, outs))  # type: ignore[misc]
+        if graded:
+            call.release()
+        return tuple(outs)
+
+    def _run(self, op: Op, call: Call, micro: int, graded: bool, outs: list[Any]) -> None:
+        hidden = call.cut(call.hidden, call.hidden_at, micro).contiguous()
+        room = self.stage.session.room
+        if graded:
+            room.keep(call.turn.call, micro, hidden.detach())
+        weights = self.body.views(room.weights(self.unit, op.reads[0]))
+        args, kwargs = call.inputs(micro, hidden.detach())
+        with torch.no_grad(), self.stage.seeded(call.turn.call, micro), self.body.lent(weights):
+            leaves, call.out_spec = tree_flatten(self.body.forward(*args, **kwargs))
+        self._gather(call, micro, leaves, outs)
+
+    def _gather(self, call: Call, micro: int, leaves: list[Any], outs: list[Any]) -> None:
+        """Put a micro-batch's outputs among those of all rows."""
+        if len(call.ranges) == 1:
+            outs[:] = leaves
+            return
+        first, count = call.ranges[micro]
+        for index, leaf in enumerate(leaves):
+            axis = call.axes.outputs[index] if call.axes else None
+            if micro == 0:
+                whole = (
+                    leaf
+                    if axis is None
+                    else leaf.new_empty((*leaf.shape[:axis], self.stage.rows, *leaf.shape[axis + 1 :]))
+                )
+                outs.append(whole)
+            if axis is not None:
+                outs[index].narrow(axis, first, count).copy_(leaf)
+
+    def backward(self, call: Call, grads: tuple[Tensor | None, ...], wants_hidden: bool) -> Tensor | None:
+        """Recompute every micro-batch with a graph; adds weight gradients to the slot, returns the hidden state's."""
+        session = self.stage.session
+        turn = call.turn
+        session.begin("backward", self.index, turn.micros, True, turn.call)
+        back: list[Tensor] = []
+        for micro in range(len(call.ranges)):
+            session.compute(lambda op, micro=micro: self._rerun(op, call, micro, grads, wants_hidden, back))  # type: ignore[misc]
+        return back[0] if back else None
+
+    def _rerun(
+        self, op: Op, call: Call, micro: int, grads: tuple[Tensor | None, ...], wants_hidden: bool, back: list[Tensor]
+    ) -> None:
+        room, stage = self.stage.session.room, self.stage
+        slopes = room.slopes(self.unit, op.reads[-1]) if self.trainable else []
+        saved = op.reads[-2] if self.trainable else op.reads[-1]
+        hidden = room.kept(call.turn.call, micro, saved).detach().requires_grad_(wants_hidden)
+        leaves = self.body.leaves(room.weights(self.unit, op.reads[0]), slopes, stage.touched)
+        args, kwargs = call.inputs(micro, hidden)
+        with torch.enable_grad(), stage.seeded(call.turn.call, micro), self.body.lent(leaves):
+            outs, _ = tree_flatten(self.body.forward(*args, **kwargs))
+        pairs = [
+            (out, self._cut_grad(call, index, micro, grad))
+            for index, (out, grad) in enumerate(zip(outs, grads, strict=True))
+            if grad is not None and isinstance(out, Tensor) and out.requires_grad
+        ]
+        torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+        room.live.pop((call.turn.call, micro), None)
+        if wants_hidden:
+            self._put_back(call, micro, hidden, back)
+
+    def _cut_grad(self, call: Call, index: int, micro: int, grad: Tensor) -> Tensor:
+        axis = call.axes.outputs[index] if call.axes else None
+        return grad if axis is None else grad.narrow(axis, *call.ranges[micro])
+
+    def _put_back(self, call: Call, micro: int, hidden: Tensor, back: list[Tensor]) -> None:
+        grad = hidden.grad if hidden.grad is not None else torch.zeros_like(hidden)
+        axis = call.axes.inputs[call.hidden_at] if call.axes else None
+        if axis is None:
+            back.append(grad)
+            return
+        if micro == 0:
+            back.append(grad.new_empty(call.hidden.shape))
+        back[0].narrow(axis, *call.ranges[micro]).copy_(grad)
+
+
+class _BlockTurn(torch.autograd.Function):
+    """Forward without a graph, backward by recomputation."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, anchor: Tensor, hidden: Tensor, seat: BlockSeat, call: Call) -> tuple[Any, ...]:
+        ctx.seat, ctx.call, ctx.wants_hidden = seat, call, hidden.requires_grad  # type: ignore[attr-defined]
+        ctx.set_materialize_grads(False)
+        outs = seat.forward(call, True)
+        ctx.mark_non_differentiable(*[o for o in outs if isinstance(o, Tensor) and not o.is_floating_point()])
+        return outs
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, ctx.seat.backward(ctx.call, grads, ctx.wants_hidden), None, None
+
+
+def find_axes(stage: Stage, seat: BlockSeat, call: Call) -> Axes:
+    """Batch axes of a block's inputs and outputs, from the cache or from a looking forward with one more row."""
+    small = shapes_of(call.leaves)
+    key = (seat.index, tuple(None if s is None else len(s) for s in small))
+    if key not in stage.axes:
+        probes = [_look_forward(stage, more) for more in (False, True)]
+        for index, shapes in probes[0].inputs.items():
+            name = stage.session.spec.seats[index].name
+            axes = Axes(
+                compared(name, "input", shapes, probes[1].inputs[index]),
+                compared(name, "output", probes[0].outputs[index], probes[1].outputs[index]),
+            )
+            stage.axes[index, tuple(None if s is None else len(s) for s in shapes)] = axes
+    if key not in stage.axes:
+        raise ConfigError(
+            f"{seat.name}: its inputs change their form from call to call; set train.micro_batch_size = train.batch_size"
+        )
+    return stage.axes[key]  # type: ignore[no-any-return]
+
+
+def _look_forward(stage: Stage, more: bool) -> Probe:
+    """Run the model's outer code once over stand-ins that only look, with the call's rows or one more."""
+    root, seats = stage.root, stage.session.spec.seats
+    if root is None:
+        raise ConfigError("a block was called outside a call of its model; micro-batches are not possible there")
+    args, kwargs = one_more_row((root.args, root.kwargs), root.rows) if more else (root.args, root.kwargs)
+    stage.probe = Probe(max(i for i, s in enumerate(seats) if s.kind == "block"))
+    try:
+        with torch.no_grad():
+            root.module(*args, **kwargs)
+    except Seen:
+        pass
+    finally:
+        probe, stage.probe = stage.probe, None
+    return probe  # type: ignore[no-any-return]
+
+
+def _leaf_shape(body: Body, hidden: Tensor) -> tuple[int, ...]:
+    """Output shape of a single module: its input's, or with the features of a linear layer."""
+    features = getattr(body.module, "out_features", None)
+    return tuple(hidden.shape) if features is None else (*hidden.shape[:-1], features)

@@ -1,0 +1,282 @@
+"""The head and the loss in chunks: logits never exist whole.
+
+The base model runs once.  Then the causal model's own forward runs per chunk of target tokens and per vocabulary tile,
+with the base answered by the chunk and the head by the tile, so scalings and soft caps of any family act as they are
+written.  A running log-sum-exp over tiles gives each token's log-probability; backward goes over the tiles once more and
+adds the weight gradient in place.  Only positions with a target are computed.
+
+Follows the online softmax of Milakov and Gimelshein (2018).  The trade-off: the products with the table are done twice,
+and the largest buffer is one chunk by one tile (512 tokens x 1-16 Mi elements / width) instead of tokens x vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from offloadz.model.body import Body
+from offloadz.model.stage import Stage, Tile
+from offloadz.plan.errors import ConfigError, DoesNotFit
+from offloadz.plan.ops import Op
+from offloadz.plan.steps import Turn
+
+CHUNK_TOKENS = 512
+"""Target tokens whose logits against one tile exist at a time."""
+
+MAX_LOGITS_BYTES = 4 << 30
+"""Largest whole-logits tensor that is made when a caller asks for it."""
+
+
+class HeadSeat:
+    """Stands in for the output layer, a product with every tile of a table."""
+
+    def __init__(self, stage: Stage, index: int, name: str, body: Body) -> None:
+        self.stage, self.index, self.name, self.body = stage, index, name, body
+        spec = stage.session.spec
+        self.units = spec.seats[index].units
+        self.trainable = any(spec.units[u].trainable for u in self.units)
+        self.weight_name = body.places[0].name
+        last = spec.units[self.units[-1]].sections[0].members[0]
+        self.num_words = last.first_row + last.shape[0]
+        body.stand_in(self.__call__)
+
+    def __call__(self, hidden: Tensor) -> Tensor:
+        stage = self.stage
+        if stage.probe is not None:
+            return hidden[..., :1]
+        if stage.tile is not None:
+            return _TileProduct.apply(hidden, stage.tile)  # type: ignore[no-any-return]
+        self._check_size(hidden)
+        if torch.is_grad_enabled() and (hidden.requires_grad or self.trainable):
+            return _Logits.apply(stage.anchor, hidden, self)  # type: ignore[no-any-return]
+        return self.forward(hidden, False)[0]
+
+    def _check_size(self, hidden: Tensor) -> None:
+        nbytes = hidden.numel() // max(1, hidden.shape[-1]) * self.num_words * 4
+        if nbytes > MAX_LOGITS_BYTES:
+            raise DoesNotFit(
+                f"{self.name}: logits of shape {(*hidden.shape[:-1], self.num_words)} take {nbytes} bytes, more than {MAX_LOGITS_BYTES};"
+                " use offloadz.token_logprobs, which never makes them whole, or fewer rows"
+            )
+
+    def forward(self, hidden: Tensor, graded: bool) -> tuple[Tensor, Turn]:
+        """Whole logits, tile by tile."""
+        turn = self.begin("forward", graded)
+        out = hidden.new_empty((*hidden.shape[:-1], self.num_words))
+        for _ in self.units:
+            self.stage.session.compute(lambda op: self._fill(op, hidden, out))
+        return out, turn
+
+    def _fill(self, op: Op, hidden: Tensor, out: Tensor) -> None:
+        tile = self.opened(op, False)
+        with torch.no_grad():
+            out[..., tile.first_row : tile.first_row + len(tile.weight)] = hidden @ tile.weight.t()
+
+    def backward(self, turn: Turn, hidden: Tensor, grad: Tensor) -> Tensor:
+        """Gradient of whole logits: into each tile's slot, and to the hidden state."""
+        self.begin("backward", True, turn.call)
+        back = torch.zeros_like(hidden)
+        for _ in self.units:
+            self.stage.session.compute(lambda op: self._unfill(op, hidden, grad, back))
+        return back
+
+    def _unfill(self, op: Op, hidden: Tensor, grad: Tensor, back: Tensor) -> None:
+        tile = self.opened(op, self.trainable)
+        piece = grad[..., tile.first_row : tile.first_row + len(tile.weight)]
+        add_slope(tile, piece, hidden)
+        back += piece @ tile.weight
+
+    def begin(self, verb: str, graded: bool, call: int = -1) -> Turn:
+        return self.stage.session.begin(verb, self.index, 1, graded, call)
+
+    def opened(self, op: Op, with_slope: bool) -> Tile:
+        """The tile whose turn it is; adds to its gradient count as touching the table."""
+        room = self.stage.session.room
+        member = room.spec.units[op.unit].sections[0].members[0]
+        weight = room.weights(op.unit, op.reads[0])[0].view(member.shape)
+        if not with_slope:
+            return Tile(weight, None, member.first_row)
+        self.stage.touched.add(self.weight_name)
+        return Tile(weight, room.slopes(op.unit, op.reads[-1])[0].view(member.shape), member.first_row)
+
+
+def add_slope(tile: Tile, grad: Tensor, hidden: Tensor) -> None:
+    """slope += grad^T hidden, in place."""
+    if tile.slope is not None:
+        tile.slope.addmm_(grad.reshape(-1, grad.shape[-1]).t(), hidden.reshape(-1, hidden.shape[-1]))
+
+
+class _TileProduct(torch.autograd.Function):
+    """hidden times one tile; the weight's gradient is added in place, outside autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, tile: Tile) -> Tensor:
+        ctx.save_for_backward(hidden)
+        ctx.tile = tile
+        return hidden @ tile.weight.t()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        add_slope(ctx.tile, grad, ctx.saved_tensors[0])
+        return grad @ ctx.tile.weight, None
+
+
+class _Logits(torch.autograd.Function):
+    """Whole logits, for a caller's own loss."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, hidden: Tensor, seat: HeadSeat) -> Tensor:
+        ctx.seat = seat
+        ctx.save_for_backward(hidden)
+        out, ctx.turn = seat.forward(hidden, True)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None]:
+        return None, ctx.seat.backward(ctx.turn, ctx.saved_tensors[0], grad), None
+
+
+class LossHead:
+    """Log-probabilities of targets by the model's own head code, chunk by chunk and tile by tile."""
+
+    def __init__(self, stage: Stage, model: nn.Module, base: nn.Module, seat: HeadSeat) -> None:
+        self.stage, self.model, self.base, self.seat = stage, model, base, seat
+        self._base_forward = base.forward
+        self._likeness: Any = None
+        self._checked = False
+        base.forward = self._answer
+
+    def _answer(self, *args: Any, **kwargs: Any) -> Any:
+        return self._base_forward(*args, **kwargs) if self.stage.answer is None else self.stage.answer
+
+    def stand_out(self) -> None:
+        self.base.__dict__.pop("forward", None)
+
+    def token_logprobs(self, batch: dict[str, Any]) -> Tensor:
+        """(rows, length) log-probability of each label given what stands before it; 0 where there is no label."""
+        inputs = {k: v for k, v in batch.items() if k != "labels"}
+        out = self.base(**inputs)
+        self._likeness = out
+        hidden = out.last_hidden_state if hasattr(out, "last_hidden_state") else out[0]
+        rows = _TokenLogprobs.apply(self.stage.anchor, hidden, self, batch["labels"])
+        return rows  # type: ignore[no-any-return]
+
+    def scored(self, hidden: Tensor, tile: Tile) -> Tensor:
+        """fp32 logits (tokens, tile rows) of a chunk of hidden states, by the model's own forward."""
+        stage = self.stage
+        stage.tile, stage.answer = tile, self._as_base(hidden)
+        try:
+            ids = torch.zeros(1, hidden.shape[0], dtype=torch.long)
+            out = self.model(input_ids=ids, use_cache=False)
+        finally:
+            stage.tile = stage.answer = None
+        return out.logits[0].float()  # type: ignore[no-any-return]
+
+    def _as_base(self, hidden: Tensor) -> Any:
+        """What the base model would have returned, with this chunk as its one row."""
+        answer = copy.copy(self._likeness)
+        answer["last_hidden_state"] = hidden.unsqueeze(0)
+        return answer
+
+    def check(self, hidden: Tensor) -> None:
+        """The model must act on each logit by itself, or tiles would change the result."""
+        if self._checked:
+            return
+        with torch.no_grad():
+            weight = torch.linspace(-3, 3, 8 * hidden.shape[-1]).view(8, -1).to(hidden.dtype)
+            probe = hidden.reshape(-1, hidden.shape[-1])[:2].detach()
+            whole = self.scored(probe, Tile(weight, None, 0))
+            parts = [self.scored(probe, Tile(weight[i : i + 4], None, i)) for i in (0, 4)]
+        if not torch.allclose(whole, torch.cat(parts, -1), rtol=1e-4, atol=1e-4):
+            raise ConfigError(f"{type(self.model).__name__}: its forward mixes logits of different words, so the loss cannot go by tiles; use step(batch, loss_fn=...)")
+        self._checked = True
+
+
+class _Targets:
+    """Positions with a label, cut into chunks that never cross a micro-batch."""
+
+    def __init__(self, stage: Stage, hidden: Tensor, labels: Tensor, num_words: int) -> None:
+        shifted = torch.full_like(labels, -100)
+        shifted[:, :-1] = labels[:, 1:]
+        mask = shifted != -100
+        wrong = mask & ((shifted < 0) | (shifted >= num_words))
+        if wrong.any():
+            raise ConfigError(f"label {int(shifted[wrong][0])} is no word of a head with {num_words}; needed: 0 to {num_words - 1}, or -100")
+        self.labels = shifted.reshape(-1)
+        self.chunks: list[Tensor] = []
+        length = labels.shape[1]
+        for first, count in stage.ranges(labels.shape[0]):
+            flat = mask[first : first + count].reshape(-1).nonzero().squeeze(1) + first * length
+            self.chunks += [c for c in flat.split(CHUNK_TOKENS) if c.numel()]
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    """Forward: a running log-sum-exp over tiles.  Backward: d logit = (target - probability) * grad, tile by tile."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, hidden: Tensor, head: LossHead, labels: Tensor) -> Tensor:
+        seat, graded = head.seat, any(ctx.needs_input_grad[:2]) and (hidden.requires_grad or head.seat.trainable)
+        head.check(hidden)
+        targets = _Targets(head.stage, hidden, labels, seat.num_words)
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        turn = seat.begin("forward", graded)
+        top = [torch.full((len(c),), float("-inf")) for c in targets.chunks]
+        total = [torch.zeros(len(c)) for c in targets.chunks]
+        hit = [torch.zeros(len(c)) for c in targets.chunks]
+        for _ in seat.units:
+            head.stage.session.compute(lambda op: _reduce(head, seat.opened(op, False), flat, targets, top, total, hit))
+        norms = [t + s.log() for t, s in zip(top, total, strict=True)]
+        out = torch.zeros(labels.numel())
+        for chunk, h, norm in zip(targets.chunks, hit, norms, strict=True):
+            out[chunk] = h - norm
+        ctx.head, ctx.targets, ctx.norms, ctx.turn, ctx.graded = head, targets, norms, turn, graded
+        ctx.save_for_backward(hidden)
+        return out.view(labels.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None, None]:
+        head: LossHead = ctx.head
+        seat, hidden = head.seat, ctx.saved_tensors[0]
+        flat, back = hidden.reshape(-1, hidden.shape[-1]), torch.zeros_like(hidden).view(-1, hidden.shape[-1])
+        seat.begin("backward", True, ctx.turn.call)
+        flat_grad = grad.reshape(-1)
+        for _ in seat.units:
+            head.stage.session.compute(lambda op: _unreduce(head, seat.opened(op, seat.trainable), flat, ctx.targets, ctx.norms, flat_grad, back))
+        return None, back.view(hidden.shape), None, None
+
+
+def _reduce(head: LossHead, tile: Tile, flat: Tensor, targets: _Targets, top: list[Tensor], total: list[Tensor], hit: list[Tensor]) -> None:
+    """One tile's share of every chunk's log-sum-exp, and the logits of the targets that lie in it."""
+    with torch.no_grad():
+        for i, chunk in enumerate(targets.chunks):
+            logits = head.scored(flat[chunk], tile)
+            highest = torch.maximum(top[i], logits.amax(-1))
+            word = targets.labels[chunk] - tile.first_row
+            inside = ((word >= 0) & (word < logits.shape[1])).nonzero().squeeze(1)
+            hit[i][inside] = logits[inside, word[inside]]
+            total[i].mul_((top[i] - highest).exp_()).add_(logits.sub_(highest[:, None]).exp_().sum(-1))
+            top[i] = highest
+
+
+def _unreduce(head: LossHead, tile: Tile, flat: Tensor, targets: _Targets, norms: list[Tensor], grad: Tensor, back: Tensor) -> None:
+    """One tile's share of the gradients of every chunk."""
+    for chunk, norm in zip(targets.chunks, norms, strict=True):
+        hidden = flat[chunk].detach().requires_grad_()
+        with torch.enable_grad():
+            logits = head.scored(hidden, tile)
+        slope = (logits.detach() - norm[:, None]).exp_().mul_(-grad[chunk][:, None])
+        word = targets.labels[chunk] - tile.first_row
+        inside = ((word >= 0) & (word < logits.shape[1])).nonzero().squeeze(1)
+        slope[inside, word[inside]] += grad[chunk][inside]
+        torch.autograd.backward(logits, slope)
+        if hidden.grad is not None:
+            back[chunk] += hidden.grad
+
+

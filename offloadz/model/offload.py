@@ -1,0 +1,182 @@
+"""`offload`: from a module and a few wishes to a run.
+
+In order: outline the module, decide the plan, make the buffers, put the weights where they belong, put the stand-ins in
+place.  Nothing of the size of the model is allocated outside what the plan says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from offloadz.memory.disk import DiskTier
+from offloadz.memory.flat import spans
+from offloadz.memory.swapdir import owner_name
+from offloadz.model.blocks import BlockSeat
+from offloadz.model.body import Body
+from offloadz.model.head import HeadSeat, LossHead
+from offloadz.model.optimizer import AdamW, RunOptimizer
+from offloadz.model.outline import Outline, most_common_dtype, outline
+from offloadz.model.run import RUNS, Run, SeatLike
+from offloadz.model.sources import ModuleSource, Source
+from offloadz.model.stage import Stage
+from offloadz.model.tables import TableSeat
+from offloadz.model.weights import names_of, source_of
+from offloadz.plan.errors import ConfigError, DoesNotFit
+from offloadz.plan.machine import disk_free, probe_machine
+from offloadz.plan.search import Plan, Wishes, decide
+from offloadz.plan.spec import ITEM_BYTES, ModelSpec
+from offloadz.runtime.room import Room
+from offloadz.runtime.session import Session
+from offloadz.runtime.threads import update_threads
+from offloadz.runtime.transfer import ThreadTransfer
+
+IO_THREADS = 4
+"""Threads of the disk back end: four keep a drive's queue full with requests of 4 MiB."""
+
+
+def offload(
+    model: nn.Module,
+    optimizer: AdamW | None = None,
+    plan: Plan | None = None,
+    swap: Sequence[str | Path] | str | Path = (),
+    *,
+    parameters: str = "auto",
+    gradients: str = "auto",
+    optimizer_state: str = "auto",
+    activations: str = "auto",
+    slots: int = 0,
+    sweeps: int = 0,
+    micro_batch_size: int = 0,
+    batch_size: int = 0,
+    max_length: int = 0,
+    max_grad_norm: float = 1.0,
+    dtype: torch.dtype | str | None = None,
+    keep_float32: Sequence[str] = (),
+    freeze: Sequence[str] = (),
+    blocks: Sequence[str] = (),
+    host_memory: int | None = None,
+    threads: int = 0,
+    seed: int = 0,
+    checksum: bool = True,
+    poison: bool = False,
+    output: str | Path | None = None,
+) -> Run:
+    """Offload a module; returns the run that trains it.
+
+    `model`: any module with repeated blocks, with its weights or (from `offloadz.load`) on meta.  `optimizer`: settings,
+    by default torch's AdamW.  `plan`: what `offloadz.plan.search.decide` returned; by default it is made here from the
+    wishes that follow.  `swap`: directory for what is placed on disk.  `parameters`, `gradients`, `optimizer_state`,
+    `activations`: auto | device | host | disk.  `dtype`: of the working weights at rest, by default the parameters' own.
+    `micro_batch_size`, `batch_size` in rows, `max_length` in tokens (0: unknown, grows as met).  `blocks`: names of the
+    lists of blocks, where the longest list is not meant.  `output`: directory of the run, which owns its swap directory.
+
+    Raises ConfigError for what is not built or wrong, DoesNotFit with numbers, before a weight is read.
+    """
+    names_of(model)
+    stored = str(dtype).removeprefix("torch.") if dtype is not None else most_common_dtype(model)
+    if stored not in ITEM_BYTES:
+        raise ConfigError(f"dtype {stored} is not built; needed: one of {', '.join(ITEM_BYTES)}")
+    drawn = outline(model, stored, blocks=blocks, keep_float32=keep_float32, freeze=freeze)
+    paths = [Path(swap)] if isinstance(swap, str | Path) else [Path(p) for p in swap]
+    if len(paths) > 1:
+        raise ConfigError(f"swap has {len(paths)} directories; striping over several is not built, give one")
+    wishes = Wishes(
+        batch_size=batch_size or max(1, micro_batch_size) * max(1, sweeps), max_length=max_length or 512, micro_batch_size=micro_batch_size,
+        sweeps=sweeps, slots=slots, parameters=parameters, gradients=gradients, optimizer=optimizer_state,
+        activations=activations, swap=bool(paths), disk_free=disk_free(paths[0]) if paths else None,
+        host_memory=host_memory, threads=threads,
+    )  # fmt: skip
+    plan = plan or decide(drawn.spec, probe_machine(), wishes)
+    if not plan.fits:
+        raise DoesNotFit(plan.refusal())
+    settings = optimizer or AdamW()
+    source = source_of(model) or ModuleSource(model)
+    room = _furnish(drawn.spec, plan, paths, checksum, output)
+    session = Session(room, poison=poison, seed=seed)
+    try:
+        fill(session, source)
+        run = _assemble(model, drawn, plan, session, settings, update_threads(threads)[0], seed, max_grad_norm)
+    except BaseException:
+        session.close()
+        raise
+    run.stage.micro_rows = micro_batch_size or (plan.micro_batch_size if batch_size else 0)
+    run.sweeps = sweeps or (plan.sweeps if batch_size else 1)
+    return run
+
+
+def _furnish(spec: ModelSpec, plan: Plan, paths: list[Path], checksum: bool, output: Any) -> Room:
+    """The room of a plan, its buffers made and its extents reserved."""
+    placement = replace(plan.placement, storage=spec.dtype, accumulate=plan.sweeps > 1)
+    on_disk = "disk" in (placement.parameters, placement.gradients, placement.optimizer, placement.activations)
+    if on_disk and not paths:
+        raise ConfigError("something is placed on disk and swap is empty; name a directory in offload.swap")
+    disk = DiskTier(paths[0], ThreadTransfer(IO_THREADS), checksum=checksum, owner=owner_name(output)) if on_disk else None
+    room = Room(spec, placement, disk)
+    try:
+        room.build(plan.batch.tokens_per_micro * spec.hidden_size * ITEM_BYTES[placement.compute])
+    except BaseException:
+        room.close()
+        raise
+    return room
+
+
+def fill(session: Session, source: Source) -> None:
+    """Every weight from its source to its home, part by part: never more than one part in flight."""
+    last = {m.name: (i, k) for i, u in enumerate(session.spec.units) for k, p in enumerate(u.parts) for m in (s.member for s in spans(u, p))}
+    for index, unit in enumerate(session.spec.units):
+        for k, part in enumerate(unit.parts):
+            master = torch.empty(part.num_elements, dtype=torch.float32)
+            for span in spans(unit, part):
+                master[span.part_slice] = source.read(span.member.name, span.first_element, span.stop - span.start).float()
+            session.put(index, k, master)
+            for span in spans(unit, part):
+                if last[span.member.name] == (index, k):
+                    source.release(span.member.name)
+
+
+def _assemble(
+    model: nn.Module, drawn: Outline, plan: Plan, session: Session, settings: AdamW, threads: int, seed: int, max_grad_norm: float
+) -> Run:
+    """Stand-ins in their places, the loss head over them, and the run around all."""
+    stage = Stage(session, model, seed)
+    seats = [_seat(stage, index, module, drawn) for index, module in enumerate(drawn.modules)]
+    _to_meta(seats, {m.name for u in drawn.spec.units for s in u.sections if s.trainable for m in s.members})
+    heads = [s for s in seats if isinstance(s, HeadSeat)]
+    base = getattr(model, "base_model", None)
+    has_base = isinstance(base, nn.Module) and base is not model
+    stage.watch(*([model, base] if has_base else [model]))  # type: ignore[list-item]
+    loss_head = LossHead(stage, model, base, heads[0]) if heads and has_base else None  # type: ignore[arg-type]
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    run_box: list[Run] = []
+    optimizer = RunOptimizer(settings, named, lambda: run_box[0]._take())
+    run = Run(model, stage, session, seats, optimizer, loss_head, plan, max_grad_norm=max_grad_norm, threads=threads)
+    run_box.append(run)
+    RUNS[id(model)] = run
+    return run
+
+
+def _seat(stage: Stage, index: int, module: nn.Module, drawn: Outline) -> SeatLike:
+    seat = drawn.spec.seats[index]
+    body = Body(module, drawn.spec.units[seat.units[0]] if seat.kind in ("block", "module") else None, drawn.names)
+    if seat.kind == "table":
+        return TableSeat(stage, index, seat.name, module, body)  # type: ignore[arg-type]
+    if seat.kind == "head":
+        return HeadSeat(stage, index, seat.name, body)
+    return BlockSeat(stage, index, seat.name, seat.kind, seat.units[0], body)
+
+
+def _to_meta(seats: list[SeatLike], trained: set[str]) -> None:
+    """Parameters keep name, shape and dtype, and hold nothing; tied ones stay one object."""
+    made: dict[str, nn.Parameter] = {}
+    for seat in seats:
+        for place in seat.body.places:
+            old = place.module._parameters[place.attribute]
+            if place.name not in made and old is not None:
+                made[place.name] = nn.Parameter(torch.empty_like(old, device="meta"), place.name in trained)
+            place.module._parameters[place.attribute] = made[place.name]

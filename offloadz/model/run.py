@@ -1,0 +1,345 @@
+"""A run: the one object and the few verbs with which a model is trained.
+
+`step` is one optimizer step.  `backward` and `update` are its halves for a loop of one's own.  Whatever looks at weights
+(`save`, `export`, an evaluation) settles first, so there is no state a user can be in twice.  A step returns when its
+result is decided; its updates run under the next step's forward, with the settings they had when it was decided.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from offloadz.memory.flat import spans
+from offloadz.model.blocks import BlockSeat
+from offloadz.model.head import HeadSeat, LossHead
+from offloadz.model.optimizer import RunOptimizer
+from offloadz.model.stage import Stage
+from offloadz.model.tables import TableSeat
+from offloadz.plan.errors import ConfigError, DoesNotFit
+from offloadz.plan.machine import host_limit
+from offloadz.plan.ops import Op
+from offloadz.runtime.session import Session
+
+Batch = Mapping[str, Any]
+SeatLike = BlockSeat | TableSeat | HeadSeat
+
+
+@dataclass
+class StepReport:
+    """What a step did: the line of a log.  Times in seconds, `bytes` since the step before."""
+
+    step: int
+    loss: float = float("nan")
+    grad_norm: float = 0.0
+    clipped: bool = False
+    skipped: bool = False
+    reason: str = ""
+    lr: float = 0.0
+    tokens: int = 0
+    target_tokens: int = 0
+    step_s: float = 0.0
+    busy_s: dict[str, float] = field(default_factory=dict)
+    wait_s: float = 0.0
+    bytes: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass
+class Run:
+    """A model under way.  Made by `offloadz.offload`; a context manager that closes itself."""
+
+    model: nn.Module
+    stage: Stage
+    session: Session
+    seats: list[SeatLike]
+    optimizer: RunOptimizer
+    loss_head: LossHead | None
+    plan: Any = None
+    sweeps: int = 1
+    max_grad_norm: float = 1.0
+    threads: int = 1
+    report: StepReport = field(default_factory=lambda: StepReport(0))
+    _began_s: float = 0.0
+    _before: dict[str, float] = field(default_factory=dict)
+    _closed: bool = False
+
+    # ---- training ----------------------------------------------------------------------------------------------
+
+    def step(self, batch: Batch, loss_fn: Callable[[nn.Module, Batch], Tensor] | None = None) -> Tensor:
+        """One optimizer step on a batch; returns the loss (float64, no dimensions).
+
+        `batch`: tensors with rows first, as for a transformers model, with `labels` (-100: no target).  The loss is the
+        mean negative log-probability over all targets of the batch.  `loss_fn(model, batch)` replaces it; it must return
+        a scalar tensor.  Raises before anything is updated; weights are then as before the step.
+        """
+        self._check_open()
+        self._begin()
+        try:
+            loss = self._by_tokens(batch) if loss_fn is None else self._by_function(batch, loss_fn)
+            self.report.loss = loss
+            self._decide()
+        except BaseException:
+            self._give_up()
+            raise
+        return torch.tensor(loss, dtype=torch.float64)
+
+    def backward(self, loss: Tensor) -> None:
+        """One of several backward passes before an `update`; gradients add up in fp32."""
+        self._check_open()
+        self._allow_sums()
+        self.session.rounds = False
+        if not math.isfinite(self.report.loss):
+            self.report.loss = 0.0
+        self.report.loss += float(loss.detach())
+        try:
+            loss.backward()  # type: ignore[no-untyped-call]
+        except BaseException:
+            self._give_up()
+            raise
+
+    def update(self) -> None:
+        """Clip and update with the gradients of the backward passes since the last update."""
+        self._check_open()
+        try:
+            self._decide()
+        except BaseException:
+            self._give_up()
+            raise
+
+    def _by_tokens(self, batch: Batch) -> float:
+        if self.loss_head is None:
+            raise ConfigError(f"{type(self.model).__name__} has no output layer with a base model below it; use step(batch, loss_fn=...)")
+        labels = batch["labels"]
+        num_targets = int((labels[:, 1:] != -100).sum())
+        self.report.tokens = int(batch["attention_mask"].sum()) if "attention_mask" in batch else labels.numel()
+        self.report.target_tokens = num_targets
+        if num_targets == 0:
+            self.report.skipped, self.report.reason = True, "no target tokens"
+            return float("nan")
+        losses: list[float] = []
+        sweeps = self._sweeps(dict(batch))
+        for index, part in enumerate(sweeps):
+            self.session.rounds = index == len(sweeps) - 1
+            logp = self.loss_head.token_logprobs(part)
+            losses += logp.detach().double().reshape(-1).tolist()
+            logp.backward(torch.full_like(logp, -1.0 / num_targets))  # type: ignore[no-untyped-call]
+        return -math.fsum(losses) / num_targets
+
+    def _sweeps(self, batch: dict[str, Any]) -> list[dict[str, Any]]:
+        """The batch cut by rows into passes of whole micro-batches."""
+        rows = batch["labels"].shape[0]
+        batch = self._with_positions(batch)
+        ranges = self.stage.ranges(rows)
+        per_sweep = -(-len(ranges) // min(self.sweeps, len(ranges)))
+        groups = [ranges[i : i + per_sweep] for i in range(0, len(ranges), per_sweep)]
+        if len(groups) > 1:
+            self._allow_sums()
+        return [_rows(batch, rows, g[0][0], g[-1][0] + g[-1][1]) for g in groups]
+
+    def _with_positions(self, batch: dict[str, Any]) -> dict[str, Any]:
+        """Positions per row for a model that looks them up in a table: then no row's gradient depends on another's."""
+        looked_up = sum(isinstance(s, TableSeat) for s in self.seats) > 1
+        if looked_up and "attention_mask" in batch and "position_ids" not in batch and "input_ids" in batch:
+            rows, length = batch["input_ids"].shape
+            batch["position_ids"] = torch.arange(length).expand(rows, length)
+        return batch
+
+    def _by_function(self, batch: Batch, loss_fn: Callable[[nn.Module, Batch], Tensor]) -> float:
+        if self.sweeps > 1:
+            raise ConfigError(f"loss_fn with sweeps = {self.sweeps}: a caller's loss is not known to be a sum over rows; set offload.sweeps = 1")
+        self.session.rounds = True
+        loss = loss_fn(self.model, batch)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            raise ConfigError(f"loss_fn returned {type(loss).__name__}; needed: a tensor with one element")
+        loss.backward()  # type: ignore[no-untyped-call]
+        return float(loss.detach())
+
+    def _begin(self) -> None:
+        self.session.begin_step()
+        self.stage.touched.clear()
+        self.stage.rows_due.clear()
+        self.session.step += 1
+        self.report = StepReport(self.session.step)
+
+    def _decide(self) -> None:
+        """Norm, clipping, and the decision whether this step is applied."""
+        if self.session.step == 0 or self.report.step != self.session.step:
+            self.session.step += 1
+            self.report = StepReport(self.session.step, self.report.loss)
+        if not self.report.skipped:
+            squares = self.session.finish(self._scatter)
+            self._judge(math.sqrt(squares) if squares >= 0 and math.isfinite(squares) else float("nan"))
+        self.stage.rows_due.clear()
+        self.optimizer.in_update = True
+        try:
+            self.optimizer.step()
+        finally:
+            self.optimizer.in_update = False
+        self._note_times()
+        self.report = self.report
+        self.stage.touched = set()
+
+    def _judge(self, norm: float) -> None:
+        report = self.report
+        report.grad_norm = norm
+        if not math.isfinite(norm):
+            report.skipped, report.reason = True, "a gradient is not finite"
+        elif not math.isfinite(report.loss):
+            report.skipped, report.reason = True, "the loss is not finite"
+        report.clipped = not report.skipped and 0 < self.max_grad_norm < norm
+
+    def _take(self) -> None:
+        """What `optimizer.step()` does: lay the updates ready, under settings that are now fixed."""
+        session, report = self.session, self.report
+        report.lr = float(self.optimizer.param_groups[0]["lr"])
+        units = () if report.skipped else tuple(sorted(u for u in session.grads if session.spec.units[u].trainable))
+        scale = min(1.0, self.max_grad_norm / (report.grad_norm + 1e-6)) if self.max_grad_norm > 0 and units else 1.0
+        due = self.optimizer.settings(session.steps, scale, self.threads)
+        due = {name: how for name, how in due.items() if name in self.stage.touched} if units else {}
+        for name in due:
+            session.steps[name] = session.steps.get(name, 0) + 1
+        session.commit(units, due)  # type: ignore[arg-type]
+
+    def _scatter(self, seat: int, op: Op) -> None:
+        table = self.seats[seat]
+        if isinstance(table, TableSeat):
+            table.scatter(op)
+
+    def _allow_sums(self) -> None:
+        if not self.session.placement.accumulate:
+            self.session.allow_sums()
+
+    def _give_up(self) -> None:
+        """Nothing of this step is applied; due updates of the step before are."""
+        self.stage.rows_due.clear()
+        self.stage.touched = set()
+        self.stage.root = None
+        self.session.step = max(0, self.session.step - 1) if self.report.step == self.session.step else self.session.step
+        try:
+            self.session.abandon()
+        except Exception:  # the error under way is the one to see; this one comes again at the next call
+            pass
+
+    def _note_times(self) -> None:
+        now = {name: lane.clock.busy_s for name, lane in self.session.lanes.items()}
+        self.report.busy_s = {name: busy - self._before.get(name, 0.0) for name, busy in now.items()}
+        waited = self.session.inline.clock.wait_s
+        self.report.wait_s = waited - self._before.get("wait", 0.0)
+        clock = time.perf_counter()
+        self.report.step_s = clock - self._began_s if self._began_s else 0.0
+        self._began_s, self._before = clock, {**now, "wait": waited}
+
+    # ---- rest --------------------------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Return when every update is done and home."""
+        self._check_open()
+        self.session.settle()
+
+    def save(self, path: str | Path, portable: bool = False) -> Path:
+        """Write a checkpoint (safetensors of logical fp32 tensors, a manifest last) to the directory `path`."""
+        from offloadz.model.state import save_state
+
+        self.flush()
+        return save_state(Path(path), self)
+
+    def load(self, path: str | Path) -> None:
+        """Load a checkpoint made by `save` under any placement."""
+        from offloadz.model.state import load_state
+
+        self.flush()
+        load_state(Path(path), self)
+
+    def export(self, path: str | Path, dtype: str | None = None) -> Path:
+        """Write a Hugging Face directory that loads with transformers as it is."""
+        from offloadz.model.export import export
+
+        self.flush()
+        return export(self, path, dtype)
+
+    def close(self, materialize: bool = False) -> None:
+        """End the run; lanes, memory, files and locks are back.  `materialize`: leave the model with its weights."""
+        if self._closed:
+            return
+        try:
+            if materialize:
+                self._materialize()
+        finally:
+            self._closed = True
+            for seat in self.seats:
+                seat.body.stand_out()
+            if self.loss_head is not None:
+                self.loss_head.stand_out()
+            self.stage.unwatch()
+            self.session.close()
+
+    def _materialize(self) -> None:
+        self.flush()
+        need, free = sum(p.numel() * p.element_size() for p in self.model.parameters()), host_limit().available_bytes
+        if need > free:
+            raise DoesNotFit(f"materialize: the weights take {need} bytes, {free} are available; export the model instead")
+        whole: dict[str, Tensor] = {}
+        shapes = {name: p for name, p in self.model.named_parameters()}
+        for view in self.session.parts():
+            for span in spans(view.unit, view.part):
+                name = span.member.name
+                if name not in whole:
+                    whole[name] = torch.empty(shapes[name].shape, dtype=view.weight.dtype)
+                flat, at = whole[name].view(-1), span.first_element
+                flat[at : at + span.stop - span.start] = view.weight[span.part_slice]
+        for seat in self.seats:
+            for place in seat.body.places:
+                old = place.module._parameters[place.attribute]
+                if old is not None and old.is_meta:
+                    place.module._parameters[place.attribute] = nn.Parameter(whole[place.name], old.requires_grad)
+        _tie_again(self.seats)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RuntimeError("this run is closed; offload the model again")
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def token_logprobs(model: nn.Module | Run, batch: Batch) -> Tensor:
+    """(rows, length) log-probability of each label given the tokens before it, 0 where the label is -100.
+
+    Differentiable, and logits never exist whole.  `model`: an offloaded model or its run.
+    """
+    run = model if isinstance(model, Run) else RUNS.get(id(model))
+    if run is None or run.loss_head is None:
+        raise ConfigError("token_logprobs needs a model under offloadz.offload with an output layer")
+    run._check_open()
+    return run.loss_head.token_logprobs(dict(batch))
+
+
+RUNS: dict[int, Run] = {}
+"""Open runs by the identity of their model."""
+
+
+def _rows(batch: dict[str, Any], rows: int, first: int, last: int) -> dict[str, Any]:
+    if (first, last) == (0, rows):
+        return batch
+    cut = lambda x: x[first:last] if isinstance(x, Tensor) and x.dim() and x.shape[0] == rows else x  # noqa: E731
+    return {key: cut(value) for key, value in batch.items()}
+
+
+def _tie_again(seats: list[SeatLike]) -> None:
+    """One parameter object per name, as before."""
+    first: dict[str, nn.Parameter] = {}
+    for seat in seats:
+        for place in seat.body.places:
+            param = place.module._parameters[place.attribute]
+            if param is not None:
+                place.module._parameters[place.attribute] = first.setdefault(place.name, param)

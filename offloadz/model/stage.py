@@ -1,0 +1,143 @@
+"""What all stand-ins of one model share: the run's session, the rows of the current call, and how they are split.
+
+A stage watches the calls of the whole model (a pre-hook on it) to know how many rows are under way, keeps a live KV
+cache out of training, and finds the batch axes of a block's inputs: it runs the model once more with one more row,
+with stand-ins that only look, and compares shapes (`axes.py`).  An axis is never guessed from a size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from offloadz.plan.errors import ConfigError
+from offloadz.runtime.session import Session
+
+RECORDED = ("output_attentions", "output_router_logits")
+"""Outputs that transformers records by hooks inside the blocks, where in training no graph exists."""
+
+
+@dataclass
+class RootCall:
+    """The outermost call of the model that is under way."""
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    rows: int
+
+
+@dataclass
+class Tile:
+    """A vocabulary tile in the slot: weights (rows, width), the slot its gradient goes to, and its first row."""
+
+    weight: Tensor
+    slope: Tensor | None
+    first_row: int
+
+
+@dataclass
+class Stage:
+    """Shared by all stand-ins of a model."""
+
+    session: Session
+    model: nn.Module
+    seed: int = 0
+    micro_rows: int = 0
+    """Rows of a micro-batch; 0: all rows at once."""
+    root: RootCall | None = None
+    anchor: Tensor = field(default_factory=lambda: torch.zeros(1, requires_grad=True))
+    """Requires a gradient, so that a graph begins even at integer ids."""
+    probe: Any = None
+    """While set, stand-ins only report what they were given."""
+    axes: dict[Any, Any] = field(default_factory=dict)
+    touched: set[str] = field(default_factory=set)
+    """Parameters that got a gradient in this step."""
+    rows_due: dict[int, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
+    """Per table seat: (ids, gradient rows) per micro-batch, in order."""
+    tile: Tile | None = None
+    """While set, the head answers with the products of this tile."""
+    answer: Any = None
+    """While set, the base model answers with this instead of running."""
+    hooks: list[Any] = field(default_factory=list)
+
+    def watch(self, *modules: nn.Module) -> None:
+        """Hook the calls of the model (and of the base model inside it)."""
+        for module in modules:
+            self.hooks.append(module.register_forward_pre_hook(self._enter, with_kwargs=True))
+            self.hooks.append(module.register_forward_hook(self._leave, always_call=True))
+
+    def unwatch(self) -> None:
+        for hook in self.hooks:
+            hook.remove()
+        self.hooks.clear()
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.probe is not None or self.answer is not None or self.root is not None:
+            return None
+        if torch.is_grad_enabled():
+            kwargs = self._without_cache(module, kwargs)
+            self._refuse_recorded(module, kwargs)
+        rows = next((t.shape[0] for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.dim()), 0)
+        self.root = RootCall(module, args, kwargs, rows)
+        return args, kwargs
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self.root is not None and self.root.module is module and self.probe is None and self.answer is None:
+            self.root = None
+
+    def _without_cache(self, module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """A cache that reaches the blocks in training makes a recompute append its keys twice: no cache, or an error."""
+        config = getattr(module, "config", None)
+        if kwargs.get("use_cache"):
+            raise ConfigError(
+                "use_cache=True with gradients on: a key/value cache cannot be trained through; pass use_cache=False"
+            )
+        if config is not None and hasattr(config, "use_cache"):
+            return {**kwargs, "use_cache": False}
+        return kwargs
+
+    def _refuse_recorded(self, module: nn.Module, kwargs: dict[str, Any]) -> None:
+        config = getattr(module, "config", None)
+        for name in RECORDED:
+            asked = kwargs[name] if name in kwargs else getattr(config, name, False)
+            if asked:
+                raise ConfigError(
+                    f"{name}=True with gradients on is not built: it is recorded inside the blocks, where no graph is; set it to False"
+                )
+
+    @property
+    def rows(self) -> int:
+        return self.root.rows if self.root is not None else 0
+
+    def ranges(self, num_rows: int) -> list[tuple[int, int]]:
+        """(first row, number of rows) of each micro-batch."""
+        step = self.micro_rows or num_rows
+        return [(first, min(step, num_rows - first)) for first in range(0, num_rows, max(1, step))] or [(0, 0)]
+
+    @contextmanager
+    def seeded(self, call: int, micro: int) -> Iterator[None]:
+        """Random numbers that depend on (seed, step, call, micro-batch) alone: a recompute draws the same dropout."""
+        before = torch.get_rng_state()
+        torch.manual_seed(_mixed(self.seed, self.session.step, call, micro))
+        try:
+            yield
+        finally:
+            torch.set_rng_state(before)
+
+
+def _mixed(*numbers: int) -> int:
+    """A 63-bit number from several, by the finalizer of splitmix64 (Steele, Lea, Flood 2014)."""
+    state = 0
+    for number in numbers:
+        state = (state ^ number) + 0x9E3779B97F4A7C15 & 0xFFFFFFFFFFFFFFFF
+        state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
+        state = (state ^ state >> 27) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
+        state ^= state >> 31
+    return state >> 1
