@@ -58,7 +58,7 @@ def tiers(plan: Plan) -> dict[str, str]:
 def test_less_memory_moves_more_kinds_to_disk_in_order() -> None:
     """From a large box to a small one the disk takes optimizer, gradients, parameters, saved inputs, in this order."""
     seen = []
-    for mib in range(8192, 600, -64):
+    for mib in range(8192, 600, -128):
         plan = decide(SPEC, box(mib << 20), WISHES)
         if not plan.fits:
             break
