@@ -15,7 +15,6 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Config
 
 import offloadz.plan.shapes as plan_shapes
 import offloadz.plan.spec as plan_spec
@@ -30,13 +29,17 @@ from offloadz.runtime import native
 @contextmanager
 def small_parts(part_elements: int = 1000, tile_elements: int = 640) -> Iterator[None]:
     """Parts and tiles of a few rows, as a large model would have them in millions."""
-    with mock.patch.object(plan_spec, "PART_ELEMENTS", part_elements):
-        with mock.patch.object(plan_shapes, "tile_elements", lambda largest: tile_elements):
-            yield
+    with (
+        mock.patch.object(plan_spec, "PART_ELEMENTS", part_elements),
+        mock.patch.object(plan_shapes, "tile_elements", lambda largest: tile_elements),
+    ):
+        yield
 
 
 def tiny(kind: str = "llama", tied: bool = False, layers: int = 2) -> nn.Module:
-    """A model with odd sizes and non-trivial values in fp32."""
+    """A model of transformers with odd sizes and non-trivial values in fp32."""
+    from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Config
+
     small = {"hidden_size": 24, "intermediate_size": 56, "num_hidden_layers": layers, "vocab_size": 103}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "tie_word_embeddings": tied}
     config = {
@@ -50,6 +53,16 @@ def tiny(kind: str = "llama", tied: bool = False, layers: int = 2) -> nn.Module:
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.05)
     return model.eval()
+
+
+class Plain(nn.Module):
+    """A model of torch alone, for child processes that should start quickly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.embed_tokens = nn.Embedding(103, 24)
+        self.model = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(24, 24) for _ in range(4))})
 
 
 @dataclass
@@ -83,7 +96,7 @@ class FakeSession:
 
 
 class FakeRun:
-    """`model`, `session`, `optimizer` of a run whose masters are the model's parameters and whose moments are random."""
+    """What a run offers; its masters are the model's parameters, its moments are random."""
 
     def __init__(
         self, model: nn.Module, dtype: str = "bfloat16", freeze: tuple[str, ...] = (), keep: tuple[str, ...] = ()
