@@ -138,8 +138,8 @@ def computation(spec: ModelSpec, placement: Placement, batch: Batch) -> dict[str
     widest = max(
         (m.num_elements for u in spec.units if u.kind == "block" for s in u.sections for m in s.members), default=0
     )
-    tile = max((u.num_elements for u in spec.units if u.kind == "tile"), default=0)
-    rows = -(-tile // max(spec.hidden_size, 1))
+    tiles = [spec.units[u] for seat in spec.seats if seat.kind == "head" for u in seat.units]
+    rows = max((m.shape[0] for u in tiles for s in u.sections for m in s.members), default=0)
     chunk = HEAD_COPIES * min(batch.tokens_per_micro, HEAD_CHUNK_TOKENS) * rows * 4
     block = graph + widest * 4
     found = {"hidden states": hidden}

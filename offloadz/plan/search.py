@@ -172,6 +172,9 @@ def _timed(plan: Plan, spec: ModelSpec, machine: Machine) -> Plan:
 def _check(wishes: Wishes, machine: Machine) -> None:
     if machine.device != "cpu":
         raise ConfigError(f"offload.device: a plan for {machine.device} is not built yet; needed: cpu")
+    for field, number in (("train.batch_size", wishes.batch_size), ("data.max_length", wishes.max_length)):
+        if number < 1:
+            raise ConfigError(f"{field} = {number}; needed: at least 1")
     if not wishes.swap:
         fixed = [kind for kind in KINDS if getattr(wishes, kind) == "disk"]
         if fixed:
