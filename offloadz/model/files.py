@@ -12,6 +12,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import weakref
 import zlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -68,6 +69,7 @@ class StreamReader:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        self._close = weakref.finalize(self, os.close, self._fd)
         try:
             self.size_bytes = os.fstat(self._fd).st_size
             self.header_bytes, header = _read_header(self._fd, self.path, self.size_bytes)
@@ -111,9 +113,8 @@ class StreamReader:
         return zlib.crc32(_bytes_of(raw))
 
     def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        """Close the file; also done when the reader is no longer used."""
+        self._close()
 
     def __enter__(self) -> StreamReader:
         return self

@@ -194,6 +194,8 @@ class RandomSource:
             self._values = {}  # let go of the last module before the next one is made
             self._values, self._module = self._draw(module), module
         flat = self._values[own].reshape(-1)
+        if start_element + count >= flat.numel():
+            del self._values[own]  # read to its end: a table is not held until the next module is asked for
         return flat[start_element : start_element + count]
 
     def release(self, name: str) -> None:

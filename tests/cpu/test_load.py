@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import random
 import shutil
 import weakref
@@ -264,11 +265,26 @@ def test_random_start(tmp_path: Path, kind: str) -> None:
 
 def test_a_model_and_its_source_can_go(tmp_path: Path) -> None:
     CONFIGS["llama"]().save_pretrained(tmp_path)
-    model = load(tmp_path, init="random")
-    gone = weakref.ref(model)
-    del model
+    random_one = load(tmp_path, init="random")
+    saved("llama", tmp_path)
+    before = len(os.listdir("/proc/self/fd"))
+    read_one = load(tmp_path)
+    assert len(os.listdir("/proc/self/fd")) == before + 1
+    gone = weakref.ref(random_one), weakref.ref(read_one)
+    del random_one, read_one
     gc.collect()
-    assert gone() is None
+    assert [ref() for ref in gone] == [None, None]
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_random_table_is_let_go_of_when_it_was_read(tmp_path: Path) -> None:
+    CONFIGS["llama"]().save_pretrained(tmp_path)
+    model = load(tmp_path, init="random")
+    source = source_of(model)
+    assert source is not None
+    first, last = (source.read("lm_head.weight", start, 1236) for start in (0, 1236))
+    assert not source._values  # type: ignore[attr-defined]
+    assert torch.equal(torch.cat([first, last]), source.read("lm_head.weight", 0, 2472))
 
 
 def test_a_live_module_is_a_source() -> None:
