@@ -84,6 +84,7 @@ class FakeSession:
     spec: ModelSpec
     views: list[View] = field(default_factory=list)
     steps: dict[str, int] = field(default_factory=dict)
+    step: int = 0
 
     def parts(self, write: bool = False) -> Iterator[View]:
         """Copies, of which only those made for writing come back."""

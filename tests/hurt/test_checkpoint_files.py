@@ -23,8 +23,9 @@ from torch import Tensor, nn
 
 from offloadz.model.files import StreamReader
 from offloadz.model.manifest import decode, encode, read_manifest, verify
+from offloadz.model.state import save_state
 from offloadz.plan.errors import ConfigError, DamagedState, DiskFailed
-from offloadz.train.checkpoint import load_checkpoint, newest_valid, save_checkpoint, write_checkpoint
+from offloadz.train.checkpoint import load_checkpoint, newest_valid, save_checkpoint
 
 FROZEN = ("model.layers.0.*",)
 
@@ -73,7 +74,7 @@ def test_any_placement_reads_it(tmp_path: Path) -> None:
         load_checkpoint(path, other)
         for name, master in other.master().items():
             assert torch.equal(master, split.master()[name]), name
-        second = write_checkpoint(tmp_path / f"again-{dtype}-{part_elements}", other, {"step": 1})
+        second = save_state(tmp_path / f"again-{dtype}-{part_elements}", other, {"step": 1})
         with StreamReader(path / "optimizer.safetensors") as a, StreamReader(second / "optimizer.safetensors") as b:
             assert a.entries.keys() == b.entries.keys()
             assert all(torch.equal(a.read(name), b.read(name)) for name in a.entries)
@@ -209,6 +210,23 @@ def test_a_damaged_newest_is_named_and_passed_over(two_checkpoints: Path, tmp_pa
     assert load_checkpoint(found, run, checked=True)["step"] == 100 and same_state(run, made())
     save_checkpoint(tmp_path, run, {"step": 150}, keep=2)
     assert newest_valid(tmp_path)[0] == tmp_path / "step-000150"
+    save_checkpoint(tmp_path, run, {"step": 200}, keep=2)  # the damaged one's step comes again
+    assert newest_valid(tmp_path) == (tmp_path / "step-000200", [])
+
+
+def test_a_path_of_the_callers_choice(tmp_path: Path) -> None:
+    run = made()
+    run.session.step = 4
+    (tmp_path / "empty").mkdir()
+    for _ in range(2):  # into an empty directory, then over an earlier checkpoint
+        assert read_manifest(save_state(tmp_path / "empty", run))["step"] == 4
+    run.session.step = 9
+    assert load_checkpoint(tmp_path / "empty", run) == {} and run.session.step == 4
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis" / "text").write_text("ten years of work")
+    with pytest.raises(ConfigError, match="thesis exists and is no checkpoint"):
+        save_state(tmp_path / "thesis", run)
+    assert (tmp_path / "thesis" / "text").exists()
 
 
 def test_nothing_valid(tmp_path: Path) -> None:
