@@ -59,7 +59,7 @@ def load_state(path: Path, run: Any, *, checked: bool = False) -> dict[str, Any]
     """Put a checkpoint into a run of any placement, restore random states and group settings; returns `extra`.
 
     `checked`: every byte has just been compared with the manifest, so it need not be done again.  Raises DamagedState
-    for the files, ConfigError that lists all missing, extra and misshapen tensors; both before the run's state is touched.
+    for the files, ConfigError that lists missing, extra and misshapen tensors; both before the run's state is touched.
     """
     path = Path(path)
     told = read_manifest(path)
