@@ -1,0 +1,46 @@
+"""What all tests share: a swap directory that must be left clean, one thread for torch, and the marker `full`.
+
+Tests marked `full` are whole products of settings (thousands of runs) and are left out unless asked for by name:
+`pytest -m full tests/cpu/test_parity.py`.  The usual run holds a fixed spread of the same products.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "full: whole products of settings, left out unless asked for with -m full")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "full" in str(config.getoption("markexpr")):
+        return
+    left_out = [item for item in items if item.get_closest_marker("full")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("full")]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    """Tiny products are fastest on one thread, and tests share the machine."""
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)
+
+
+@pytest.fixture
+def swap(tmp_path: Path) -> Iterator[Path]:
+    """A swap directory; afterwards no lane of a run may be alive and no file may be left in it."""
+    path = tmp_path / "swap"
+    path.mkdir()
+    yield path
+    lanes = [t.name for t in threading.enumerate() if t.name.startswith("offloadz-")]
+    assert not lanes, f"lanes left alive: {lanes}"
+    left = [str(p.relative_to(path)) for p in path.rglob("*") if p.is_file() and p.stat().st_size]
+    assert not left, f"files left in the swap directory: {left}"
