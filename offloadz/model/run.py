@@ -25,7 +25,8 @@ from offloadz.model.stage import Stage
 from offloadz.model.tables import TableSeat
 from offloadz.plan.errors import ConfigError, DoesNotFit
 from offloadz.plan.machine import host_limit
-from offloadz.plan.ops import Op
+from offloadz.plan.ops import LANES, Op
+from offloadz.runtime.meter import process_bytes
 from offloadz.runtime.session import Session
 
 Batch = Mapping[str, Any]
@@ -34,7 +35,11 @@ SeatLike = BlockSeat | TableSeat | HeadSeat
 
 @dataclass
 class StepReport:
-    """What a step did: the line of a log.  Times in seconds, `bytes` since the step before."""
+    """What a step did: the line of a log.
+
+    Times in seconds, between this decision and the one before (or the last `flush`); of `bytes`, `disk_read` and
+    `disk_written` too.  `device_peak`, `host_peak` and `locked` are of the process so far.
+    """
 
     step: int
     loss: float = float("nan")
@@ -48,6 +53,8 @@ class StepReport:
     step_s: float = 0.0
     busy_s: dict[str, float] = field(default_factory=dict)
     wait_s: float = 0.0
+    bottleneck: str = ""
+    """The lane that was busy longest."""
     bytes: dict[str, int] = field(default_factory=dict)
 
 
@@ -69,6 +76,9 @@ class Run:
     _began_s: float = 0.0
     _before: dict[str, float] = field(default_factory=dict)
     _closed: bool = False
+
+    def __post_init__(self) -> None:
+        self._mark()
 
     # ---- training ----------------------------------------------------------------------------------------------
 
@@ -228,13 +238,31 @@ class Run:
             pass
 
     def _note_times(self) -> None:
-        now = {name: lane.clock.busy_s for name, lane in self.session.lanes.items()}
-        self.report.busy_s = {name: busy - self._before.get(name, 0.0) for name, busy in now.items()}
-        waited = self.session.inline.clock.wait_s
-        self.report.wait_s = waited - self._before.get("wait", 0.0)
-        clock = time.perf_counter()
-        self.report.step_s = clock - self._began_s if self._began_s else 0.0
-        self._began_s, self._before = clock, {**now, "wait": waited}
+        report, before, began_s = self.report, self._before, self._began_s
+        self._mark()
+        since = {name: self._before[name] - before.get(name, 0.0) for name in self._before}
+        memory = process_bytes()
+        report.step_s = self._began_s - began_s
+        report.wait_s = since["wait"]
+        report.busy_s = {lane: since.get(lane, 0.0) for lane in LANES}
+        report.bottleneck = max(report.busy_s, key=lambda lane: report.busy_s[lane])
+        report.bytes = {
+            "device_peak": 0,  # the compute device is the CPU, whose memory is the host's
+            "host_peak": memory["peak"],
+            "locked": memory["locked"],
+            "disk_read": int(since["bytes_read"]),
+            "disk_written": int(since["bytes_written"]),
+        }
+
+    def _mark(self) -> None:
+        """Clocks and counters as they are now: what comes next is counted from here."""
+        disk = self.session.room.disk
+        self._began_s = time.perf_counter()
+        self._before = {name: lane.clock.busy_s for name, lane in self.session.lanes.items()} | {
+            "wait": self.session.inline.clock.wait_s,
+            "bytes_read": float(disk.bytes_read if disk else 0),
+            "bytes_written": float(disk.bytes_written if disk else 0),
+        }
 
     # ---- rest --------------------------------------------------------------------------------------------------
 
@@ -242,6 +270,7 @@ class Run:
         """Return when every update is done and home."""
         self._check_open()
         self.session.settle()
+        self._mark()
 
     def save(self, path: str | Path, portable: bool = False) -> Path:
         """Write a checkpoint (safetensors of logical fp32 tensors, a manifest last) to the directory `path`."""
