@@ -1,0 +1,119 @@
+"""What a run leaves to be read: `metrics.jsonl`, a line for each optimizer step, and the same numbers for TensorBoard.
+
+The loop says what is in a line and when a step is done; here is how lines stay true over kills and resumes.  A resume
+cuts the file back to the checkpoint's step, so each step stands in it once.  [Note: lines are a prefix] Lines are in the
+order of steps, an evaluation behind its step, so what a checkpoint does not know of is always the end of the file.
+The trade-off: every line is handed to the system at once (a kill loses none), but flushed to the drive only before a
+checkpoint, because only what a checkpoint knows of is ever kept.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from offloadz.plan.errors import DiskFailed
+
+METRICS = "metrics.jsonl"
+CURVES = ("loss", "lr", "grad_norm", "step_s", "tokens_per_s", "eval_loss")
+"""What TensorBoard is given."""
+
+
+class Metrics:
+    """The open metrics of a run directory.
+
+    `step` and `evaluated_step` are those of the checkpoint the run goes on from (0 at the start): later lines are cut
+    off.  Raises DiskFailed where the file cannot be written.
+    """
+
+    def __init__(self, directory: Path, step: int = 0, evaluated_step: int = 0) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.path = directory / METRICS
+        self.num_cut = _cut(self.path, step, evaluated_step)
+        try:
+            fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise _failed(error, self.path) from error
+        self._file = open(fd, "w", encoding="utf-8")  # noqa: SIM115  closed in `close`
+        # TensorBoard drops what earlier files hold from the purge step on.
+        self._board = SummaryWriter(str(directory / "tensorboard"), purge_step=step + 1)  # type: ignore[no-untyped-call]
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        """Append one line; numbers that are not finite are written as null (JSON has no others)."""
+        try:
+            self._file.write(json.dumps(plain(line), allow_nan=False) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise _failed(error, self.path) from error
+        for name in CURVES:
+            value = line.get(name)
+            if isinstance(value, int | float) and math.isfinite(value):
+                self._board.add_scalar(name, value, line["step"])  # type: ignore[no-untyped-call]
+
+    def sync(self) -> None:
+        """Bring all lines to the drive: called before a checkpoint that knows of them."""
+        try:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise _failed(error, self.path) from error
+        self._board.flush()  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        """Close both; calling it twice is allowed."""
+        self._file.close()
+        self._board.close()  # type: ignore[no-untyped-call]
+
+
+def plain(value: Any) -> Any:
+    """A value without numbers that JSON cannot hold."""
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """All whole lines of a metrics file; a last one that a kill cut off is left out."""
+    lines = []
+    for raw in path.read_bytes().splitlines(keepends=True):
+        line = _parsed(raw)
+        if line is None:
+            break
+        lines.append(line)
+    return lines
+
+
+def _cut(path: Path, step: int, evaluated_step: int) -> int:
+    """Cut the file back to what a checkpoint knows of; returns the number of lines that went."""
+    if not path.exists():
+        return 0
+    body = path.read_bytes().splitlines(keepends=True)
+    kept = 0
+    for raw in body:
+        line = _parsed(raw)
+        last = evaluated_step if line is not None and "eval_loss" in line else step
+        if line is None or line["step"] > last:
+            break
+        kept += 1
+    if kept < len(body):
+        os.truncate(path, sum(len(raw) for raw in body[:kept]))
+    return len(body) - kept
+
+
+def _parsed(raw: bytes) -> dict[str, Any] | None:
+    try:
+        line = json.loads(raw) if raw.endswith(b"\n") else None
+    except ValueError:
+        return None
+    return line if isinstance(line, dict) and isinstance(line.get("step"), int) else None
+
+
+def _failed(error: OSError, path: Path) -> DiskFailed:
+    return DiskFailed(error.errno, f"{path}: {error.strerror}; make room or choose another train.output")

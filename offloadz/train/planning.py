@@ -1,0 +1,121 @@
+"""Everything that is known before a weight is read: the tokenizer, the samples, how many steps, the plan.
+
+What is wrong is found here, while nothing has been started; what was decided is told in a few lines.  Left to others:
+how records become samples (`data.py`), how a plan is found (`plan/search.py`).  The trade-off: all records are read and
+tokenised before the first step (about 5 s for 100,000 dialogues), so a bad line in the last file costs no training.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from offloadz.model.optimizer import AdamW
+from offloadz.plan.command import question
+from offloadz.plan.errors import ConfigError, DoesNotFit
+from offloadz.plan.search import Plan, human
+from offloadz.runtime.threads import update_threads
+from offloadz.train.data import Dataset, load_dataset
+
+if TYPE_CHECKING:
+    from offloadz.config import Config
+
+
+@dataclass(frozen=True)
+class Task:
+    """What is to be trained on, and for how many optimizer steps."""
+
+    samples: Dataset
+    evaluation: Dataset | None
+    num_steps: int
+
+
+def read_tokenizer(config: Config) -> tuple[Any, int]:
+    """The tokenizer of `model.path` and the number of rows of the model's table; loads no weights."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
+    from transformers import AutoConfig, AutoTokenizer
+
+    try:
+        trusted = {"trust_remote_code": config.model.trust_remote_code}
+        model = AutoConfig.from_pretrained(config.model.path, **trusted)
+        tokenizer = AutoTokenizer.from_pretrained(config.model.path, **trusted)  # type: ignore[no-untyped-call]
+    except Exception as error:  # a directory of somebody else's making: a broken file there ends in any kind of error
+        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConfigError(f"model.path: {config.model.path} has no model and tokenizer to read: {first}") from error
+    vocab_size = getattr(model.get_text_config(), "vocab_size", None)
+    if not isinstance(vocab_size, int):
+        raise ConfigError(f"model.path: {config.model.path}/config.json names no vocab_size")
+    return tokenizer, vocab_size
+
+
+def read_task(config: Config) -> Task:
+    """All samples, checked; ConfigError lists file, line and reason of what cannot be trained on."""
+    tokenizer, vocab_size = read_tokenizer(config)
+    samples = load_dataset(config.data.train, tokenizer, config.data, vocab_size)
+    evaluation = load_dataset(config.data.eval, tokenizer, config.data, vocab_size) if config.data.eval else None
+    per_epoch = -(-len(samples) // config.train.batch_size)
+    num_steps = config.train.steps or max(1, math.ceil(config.train.epochs * per_epoch - 1e-9))
+    if config.optimizer.warmup > num_steps:
+        raise ConfigError(
+            f"optimizer.warmup is {config.optimizer.warmup:g} steps, the run has {num_steps}; lower it or raise train.epochs"
+        )
+    return Task(samples, evaluation, num_steps)
+
+
+def decided(config: Config) -> Plan:
+    """The plan of a configuration on this box; DoesNotFit names the smallest change that would fit."""
+    plan = question(config).answer()
+    if not plan.fits:
+        raise DoesNotFit(plan.refusal())
+    return plan
+
+
+def optimizer_of(config: Config) -> AdamW:
+    """The optimizer's settings as the Python API takes them."""
+    told = config.optimizer
+    groups = [{"match": g.match, "lr": g.lr, "weight_decay": g.weight_decay} for g in told.groups]
+    return AdamW(
+        lr=told.lr, betas=told.betas, eps=told.eps, weight_decay=told.weight_decay, no_decay=told.no_decay,
+        groups=groups, decoupled=told.name == "adamw",
+    )  # fmt: skip
+
+
+def task_lines(task: Task) -> Iterator[str]:
+    """The samples in a few lines."""
+    yield from task.samples.audit.lines()
+    if task.evaluation is not None:
+        audit = task.evaluation.audit
+        yield f"evaluation: {audit.num_samples} samples, {audit.num_target_tokens} trained tokens"
+        yield from (f"evaluation: {line}" for line in audit.lines()[4:])
+
+
+def plan_lines(plan: Plan, config: Config) -> Iterator[str]:
+    """What was decided, with predicted bytes and times, in a few lines."""
+    place = plan.placement
+    yield (
+        f"weights {place.storage}, computed in {place.compute} on the {plan.device}, updated as fp32 masters with "
+        f"{plan.recipe} moments (12 bytes a parameter at rest), commit {plan.commit}"
+    )
+    yield (
+        f"parameters on {place.parameters}, gradients on {place.gradients}, optimizer state on {place.optimizer}, "
+        f"saved inputs on {place.activations}; {plan.slots} slots, {plan.sweeps} sweeps, "
+        f"micro-batches of {plan.micro_batch_size} rows"
+    )
+    parts = [f"{tier} {human(peak)}{_of(plan.limits.get(tier))}" for tier, peak in plan.peak.items() if peak]
+    yield f"predicted peaks: {', '.join(parts)} (host memory is limited by {plan.limit_source})"
+    yield (
+        f"predicted step: {plan.step_s:.3g} s, {plan.tokens_per_s:,.0f} tokens/s, bottleneck {plan.bottleneck} "
+        f"(from {plan.rates_source} rates, nothing was measured)"
+    )
+    if plan.disk_written_per_step:
+        per_day = int(plan.disk_written_per_step * 86400 / plan.step_s) if plan.step_s else 0
+        yield f"written to swap: {human(plan.disk_written_per_step)} a step, {human(per_day)} a day at that speed"
+    threads, reason = update_threads(config.offload.threads)
+    yield f"update threads: {threads} ({reason})"
+
+
+def _of(limit: int | None) -> str:
+    return f" of {human(limit)}" if limit is not None else ""
