@@ -125,7 +125,8 @@ class Stage:
     def seeded(self, call: int, micro: int) -> Iterator[None]:
         """Random numbers that depend on (seed, step, call, micro-batch) alone: a recompute draws the same dropout."""
         before = torch.get_rng_state()
-        torch.manual_seed(_mixed(self.seed, self.session.step, call, micro))
+        # torch.manual_seed formats a stack trace per absent accelerator at every call: a fifth of a small step.
+        torch.default_generator.manual_seed(_mixed(self.seed, self.session.step, call, micro))
         try:
             yield
         finally:
