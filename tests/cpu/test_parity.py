@@ -2,7 +2,7 @@
 within the tolerances of the design.  Clipping is on and fires.  (Main check of all kinds in which values move.)
 
 The usual run holds every one of the 81 placements once, with family, slots and split drawn by a fixed seed, and every
-slots x split on one placement per family.  `pytest -m full` holds the whole product: 4,374 runs.
+slots x split on everything on disk.  `pytest -m full` holds the whole product: 4,374 runs.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ GRID = {"llama": ("disk",) * 4, "qwen3": ("disk", "host", "disk", "host"), "gpt2
 @pytest.mark.parametrize("cut", CUTS, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_slots_and_sweeps_have_the_same_bits(family: str, cut: tuple[int, int], swap: Path) -> None:
-    for slots in (1, 2, 3):
+    for slots in (1, 2, 3) if family == "llama" else (1 + (CUTS.index(cut) + FAMILIES.index(family)) % 3,):
         found = ran(family, GRID[family], slots, cut, swap)
         assert_same_bits(found, simplest(family, cut[0]), f"slots {slots}")
 
