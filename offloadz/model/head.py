@@ -164,7 +164,9 @@ class LossHead:
         out = self.base(**inputs)
         self._likeness = out
         hidden = out.last_hidden_state if hasattr(out, "last_hidden_state") else out[0]
-        rows = _TokenLogprobs.apply(self.stage.anchor, hidden, self, batch["labels"])
+        # Asked here: inside a Function gradients are always off, and what an input needs says nothing of the mode.
+        graded = torch.is_grad_enabled() and (hidden.requires_grad or self.seat.trainable)
+        rows = _TokenLogprobs.apply(self.stage.anchor, hidden, self, batch["labels"], graded)
         return rows  # type: ignore[no-any-return]
 
     def scored(self, hidden: Tensor, tile: Tile) -> Tensor:
@@ -220,8 +222,8 @@ class _TokenLogprobs(torch.autograd.Function):
     """Forward: a running log-sum-exp over tiles.  Backward: d logit = (target - probability) * grad, tile by tile."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, hidden: Tensor, head: LossHead, labels: Tensor) -> Tensor:
-        seat, graded = head.seat, any(ctx.needs_input_grad[:2]) and (hidden.requires_grad or head.seat.trainable)
+    def forward(ctx: Any, anchor: Tensor, hidden: Tensor, head: LossHead, labels: Tensor, graded: bool) -> Tensor:
+        seat = head.seat
         head.check(hidden)
         targets = _Targets(head.stage, hidden, labels, seat.num_words)
         flat = hidden.reshape(-1, hidden.shape[-1])
@@ -235,13 +237,13 @@ class _TokenLogprobs(torch.autograd.Function):
         out = torch.zeros(labels.numel())
         for chunk, h, norm in zip(targets.chunks, hit, norms, strict=True):
             out[chunk] = h - norm
-        ctx.head, ctx.targets, ctx.norms, ctx.turn, ctx.graded = head, targets, norms, turn, graded
+        ctx.head, ctx.targets, ctx.norms, ctx.turn = head, targets, norms, turn
         ctx.save_for_backward(hidden)
         return out.view(labels.shape)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None, None, None]:
         head: LossHead = ctx.head
         seat, hidden = head.seat, ctx.saved_tensors[0]
         flat, back = hidden.reshape(-1, hidden.shape[-1]), torch.zeros_like(hidden).view(-1, hidden.shape[-1])
@@ -249,7 +251,7 @@ class _TokenLogprobs(torch.autograd.Function):
         flat_grad = grad.reshape(-1)
         for _ in seat.units:
             head.stage.session.compute(lambda op: _unreduce(head, seat.opened(op, seat.trainable), flat, ctx.targets, ctx.norms, flat_grad, back))
-        return None, back.view(hidden.shape), None, None
+        return None, back.view(hidden.shape), None, None, None
 
 
 def _reduce(head: LossHead, tile: Tile, flat: Tensor, targets: _Targets, top: list[Tensor], total: list[Tensor], hit: list[Tensor]) -> None:
