@@ -21,11 +21,9 @@ from torch.autograd.function import once_differentiable
 from offloadz.model.body import Body
 from offloadz.model.stage import Stage, Tile
 from offloadz.plan.errors import ConfigError, DoesNotFit
+from offloadz.plan.footprint import HEAD_CHUNK_TOKENS
 from offloadz.plan.ops import Op
 from offloadz.plan.steps import Turn
-
-CHUNK_TOKENS = 512
-"""Target tokens whose logits against one tile exist at a time."""
 
 MAX_LOGITS_BYTES = 4 << 30
 """Largest whole-logits tensor that is made when a caller asks for it."""
@@ -196,7 +194,9 @@ class LossHead:
             whole = self.scored(probe, Tile(weight, None, 0))
             parts = [self.scored(probe, Tile(weight[i : i + 4], None, i)) for i in (0, 4)]
         if not torch.allclose(whole, torch.cat(parts, -1), rtol=1e-4, atol=1e-4):
-            raise ConfigError(f"{type(self.model).__name__}: its forward mixes logits of different words, so the loss cannot go by tiles; use step(batch, loss_fn=...)")
+            raise ConfigError(
+                f"{type(self.model).__name__}: its forward mixes logits of different words, so the loss cannot go by tiles; use step(batch, loss_fn=...)"
+            )
         self._checked = True
 
 
@@ -209,13 +209,15 @@ class _Targets:
         mask = shifted != -100
         wrong = mask & ((shifted < 0) | (shifted >= num_words))
         if wrong.any():
-            raise ConfigError(f"label {int(shifted[wrong][0])} is no word of a head with {num_words}; needed: 0 to {num_words - 1}, or -100")
+            raise ConfigError(
+                f"label {int(shifted[wrong][0])} is no word of a head with {num_words}; needed: 0 to {num_words - 1}, or -100"
+            )
         self.labels = shifted.reshape(-1)
         self.chunks: list[Tensor] = []
         length = labels.shape[1]
         for first, count in stage.ranges(labels.shape[0]):
             flat = mask[first : first + count].reshape(-1).nonzero().squeeze(1) + first * length
-            self.chunks += [c for c in flat.split(CHUNK_TOKENS) if c.numel()]
+            self.chunks += [c for c in flat.split(HEAD_CHUNK_TOKENS) if c.numel()]
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -250,11 +252,23 @@ class _TokenLogprobs(torch.autograd.Function):
         seat.begin("backward", True, ctx.turn.call)
         flat_grad = grad.reshape(-1)
         for _ in seat.units:
-            head.stage.session.compute(lambda op: _unreduce(head, seat.opened(op, seat.trainable), flat, ctx.targets, ctx.norms, flat_grad, back))
+            head.stage.session.compute(
+                lambda op: _unreduce(
+                    head, seat.opened(op, seat.trainable), flat, ctx.targets, ctx.norms, flat_grad, back
+                )
+            )
         return None, back.view(hidden.shape), None, None, None
 
 
-def _reduce(head: LossHead, tile: Tile, flat: Tensor, targets: _Targets, top: list[Tensor], total: list[Tensor], hit: list[Tensor]) -> None:
+def _reduce(
+    head: LossHead,
+    tile: Tile,
+    flat: Tensor,
+    targets: _Targets,
+    top: list[Tensor],
+    total: list[Tensor],
+    hit: list[Tensor],
+) -> None:
     """One tile's share of every chunk's log-sum-exp, and the logits of the targets that lie in it."""
     with torch.no_grad():
         for i, chunk in enumerate(targets.chunks):
@@ -267,7 +281,9 @@ def _reduce(head: LossHead, tile: Tile, flat: Tensor, targets: _Targets, top: li
             top[i] = highest
 
 
-def _unreduce(head: LossHead, tile: Tile, flat: Tensor, targets: _Targets, norms: list[Tensor], grad: Tensor, back: Tensor) -> None:
+def _unreduce(
+    head: LossHead, tile: Tile, flat: Tensor, targets: _Targets, norms: list[Tensor], grad: Tensor, back: Tensor
+) -> None:
     """One tile's share of the gradients of every chunk."""
     for chunk, norm in zip(targets.chunks, norms, strict=True):
         hidden = flat[chunk].detach().requires_grad_()
@@ -280,5 +296,3 @@ def _unreduce(head: LossHead, tile: Tile, flat: Tensor, targets: _Targets, norms
         torch.autograd.backward(logits, slope)
         if hidden.grad is not None:
             back[chunk] += hidden.grad
-
-

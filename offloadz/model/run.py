@@ -76,6 +76,8 @@ class Run:
     _began_s: float = 0.0
     _before: dict[str, float] = field(default_factory=dict)
     _closed: bool = False
+    _stepping: bool = False
+    """Whether a step has had a backward pass and no decision yet."""
 
     def __post_init__(self) -> None:
         self._mark()
@@ -90,7 +92,9 @@ class Run:
         a scalar tensor.  Raises before anything is updated; weights are then as before the step.
         """
         self._check_open()
-        self._begin()
+        self.session.begin_step()
+        self._give_up_rows()
+        self._open_step()
         try:
             loss = self._by_tokens(batch) if loss_fn is None else self._by_function(batch, loss_fn)
             self.report.loss = loss
@@ -104,9 +108,8 @@ class Run:
         """One of several backward passes before an `update`; gradients add up in fp32."""
         self._check_open()
         self._allow_sums()
-        self.session.rounds = False
-        if not math.isfinite(self.report.loss):
-            self.report.loss = 0.0
+        self.session.expect_more()
+        self._open_step()
         self.report.loss += float(loss.detach())
         try:
             loss.backward()  # type: ignore[no-untyped-call]
@@ -117,6 +120,10 @@ class Run:
     def update(self) -> None:
         """Clip and update with the gradients of the backward passes since the last update."""
         self._check_open()
+        if not self._stepping:
+            raise RuntimeError(
+                "run.update() without a backward pass before it; call run.backward(loss), or run.step(batch)"
+            )
         try:
             self._decide()
         except BaseException:
@@ -125,7 +132,9 @@ class Run:
 
     def _by_tokens(self, batch: Batch) -> float:
         if self.loss_head is None:
-            raise ConfigError(f"{type(self.model).__name__} has no output layer with a base model below it; use step(batch, loss_fn=...)")
+            raise ConfigError(
+                f"{type(self.model).__name__} has no output layer with a base model below it; use step(batch, loss_fn=...)"
+            )
         labels = batch["labels"]
         num_targets = int((labels[:, 1:] != -100).sum())
         self.report.tokens = int(batch["attention_mask"].sum()) if "attention_mask" in batch else labels.numel()
@@ -163,7 +172,9 @@ class Run:
 
     def _by_function(self, batch: Batch, loss_fn: Callable[[nn.Module, Batch], Tensor]) -> float:
         if self.sweeps > 1:
-            raise ConfigError(f"loss_fn with sweeps = {self.sweeps}: a caller's loss is not known to be a sum over rows; set offload.sweeps = 1")
+            raise ConfigError(
+                f"loss_fn with sweeps = {self.sweeps}: a caller's loss is not known to be a sum over rows; set offload.sweeps = 1"
+            )
         self.session.rounds = True
         loss = loss_fn(self.model, batch)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -171,30 +182,26 @@ class Run:
         loss.backward()  # type: ignore[no-untyped-call]
         return float(loss.detach())
 
-    def _begin(self) -> None:
-        self.session.begin_step()
-        self.stage.touched.clear()
-        self.stage.rows_due.clear()
-        self.session.step += 1
-        self.report = StepReport(self.session.step)
+    def _open_step(self) -> None:
+        """The report of a step begins with its first backward pass."""
+        if not self._stepping:
+            self._stepping = True
+            self.session.step += 1
+            self.report = StepReport(self.session.step, loss=0.0)
 
     def _decide(self) -> None:
         """Norm, clipping, and the decision whether this step is applied."""
-        if self.session.step == 0 or self.report.step != self.session.step:
-            self.session.step += 1
-            self.report = StepReport(self.session.step, self.report.loss)
         if not self.report.skipped:
             squares = self.session.finish(self._scatter)
             self._judge(math.sqrt(squares) if squares >= 0 and math.isfinite(squares) else float("nan"))
-        self.stage.rows_due.clear()
         self.optimizer.in_update = True
         try:
             self.optimizer.step()
         finally:
             self.optimizer.in_update = False
         self._note_times()
-        self.report = self.report
-        self.stage.touched = set()
+        self._give_up_rows()
+        self._stepping = False
 
     def _judge(self, norm: float) -> None:
         report = self.report
@@ -228,14 +235,19 @@ class Run:
 
     def _give_up(self) -> None:
         """Nothing of this step is applied; due updates of the step before are."""
-        self.stage.rows_due.clear()
-        self.stage.touched = set()
+        self._give_up_rows()
         self.stage.root = None
-        self.session.step = max(0, self.session.step - 1) if self.report.step == self.session.step else self.session.step
+        if self._stepping:
+            self._stepping = False
+            self.session.step -= 1
         try:
             self.session.abandon()
         except Exception:  # the error under way is the one to see; this one comes again at the next call
             pass
+
+    def _give_up_rows(self) -> None:
+        self.stage.rows_due.clear()
+        self.stage.touched.clear()
 
     def _note_times(self) -> None:
         report, before, began_s = self.report, self._before, self._began_s
@@ -313,7 +325,9 @@ class Run:
         self.flush()
         need, free = sum(p.numel() * p.element_size() for p in self.model.parameters()), host_limit().available_bytes
         if need > free:
-            raise DoesNotFit(f"materialize: the weights take {need} bytes, {free} are available; export the model instead")
+            raise DoesNotFit(
+                f"materialize: the weights take {need} bytes, {free} are available; export the model instead"
+            )
         whole: dict[str, Tensor] = {}
         shapes = {name: p for name, p in self.model.named_parameters()}
         for view in self.session.parts():

@@ -10,7 +10,7 @@ Kinds of values: `w` weights, `p` a part of the weights on its way through an up
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 LANES = ("device", "h2d", "d2h", "cpu", "disk_read", "disk_write", "net")
 """In-order queues.  `device` is the computation itself: a walk pauses there until the model's own code arrives."""
@@ -36,6 +36,20 @@ class Op:
     after: tuple[int, ...] = ()
     enters: tuple[str, ...] = ()
 
+    def at(self, reads: tuple[str, ...], writes: tuple[str, ...]) -> Op:
+        """The same work over other places (built directly: a 13B step has twenty thousand ops)."""
+        return Op(
+            self.lane, self.verb, self.phase, reads, writes, self.seat, self.unit, self.part, self.call, self.micro, self.nbytes,
+            self.after, self.enters,
+        )  # fmt: skip
+
+    def linked(self, after: tuple[int, ...], enters: tuple[str, ...]) -> Op:
+        """The same work with its edges."""
+        return Op(
+            self.lane, self.verb, self.phase, self.reads, self.writes, self.seat, self.unit, self.part, self.call, self.micro,
+            self.nbytes, after, enters,
+        )  # fmt: skip
+
     def text(self) -> str:
         """One line: `lane verb phase seat/unit/part/call/micro nbytes reads -> writes after ... enters ...`."""
         where = "/".join(str(v) for v in (self.seat, self.unit, self.part, self.call, self.micro))
@@ -52,10 +66,9 @@ class Op:
             raise ValueError(f"not an op: {line!r}; needed: lane verb phase s/u/p/c/m bytes reads -> writes")
         seat, unit, part, call, micro = map(int, words[3].split("/"))
         tail = dict(zip(words[8::2], words[9::2], strict=True))
-        names = lambda text: tuple(text.split(",")) if text not in ("", "-") else ()  # noqa: E731
         return Op(
-            words[0], words[1], words[2], names(words[5]), names(words[7]), seat, unit, part, call, micro, int(words[4]),
-            tuple(map(int, names(tail.get("after", "")))), names(tail.get("enters", "")),
+            words[0], words[1], words[2], _names(words[5]), _names(words[7]), seat, unit, part, call, micro, int(words[4]),
+            tuple(map(int, _names(tail.get("after", "")))), _names(tail.get("enters", "")),
         )  # fmt: skip
 
 
@@ -79,6 +92,5 @@ class Program:
         return len(self.ops)
 
 
-def renamed(op: Op, reads: tuple[str, ...], writes: tuple[str, ...]) -> Op:
-    """`op` over other places."""
-    return replace(op, reads=reads, writes=writes)
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(text.split(",")) if text not in ("", "-") else ()

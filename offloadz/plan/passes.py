@@ -11,10 +11,8 @@ on the drive before the weights of the third block, and the forward would wait f
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from offloadz.plan.errors import DoesNotFit
-from offloadz.plan.ops import Op, Program, renamed
+from offloadz.plan.ops import Op, Program
 from offloadz.plan.placement import Placement
 
 SLOT_KINDS = "wpsghx"
@@ -56,11 +54,13 @@ def place(program: Program, placement: Placement) -> Program:
                 slots = pools.setdefault(pool, [(-1, -1)] * placement.slots)
                 free = [i for i, (until, _) in enumerate(slots) if until < index]
                 if not free:
-                    raise DoesNotFit(f"pool {pool} has {placement.slots} slots and op {index} ({op.verb}) needs one more; raise offload.slots")
+                    raise DoesNotFit(
+                        f"pool {pool} has {placement.slots} slots and op {index} ({op.verb}) needs one more; raise offload.slots"
+                    )
                 slot = min(free, key=lambda i: slots[i][1])
                 slots[slot] = (lifetimes[index, value], index)
                 where[value] = f"{pool}#{slot}"
-        ops.append(renamed(op, reads, tuple(where.get(w, w) for w in op.writes)))
+        ops.append(op.at(reads, tuple(where.get(w, w) for w in op.writes)))
     return Program(tuple(ops), {pool: len(slots) for pool, slots in pools.items()})
 
 
@@ -99,10 +99,9 @@ def link(program: Program) -> Program:
     seen: set[str] = set()
     ops = []
     for op, waits in zip(program.ops, hazards(program), strict=True):
-        places = (*op.reads, *op.writes)
-        enters = tuple(dict.fromkeys(p for p in places if p not in seen))
-        seen.update(places)
-        ops.append(replace(op, after=tuple(sorted(waits)), enters=enters))
+        enters = tuple(dict.fromkeys(p for p in (*op.reads, *op.writes) if p not in seen))
+        seen.update(enters)
+        ops.append(op.linked(tuple(sorted(waits)), enters))
     return Program(tuple(ops), program.slots)
 
 

@@ -59,7 +59,10 @@ class Session:
     def __init__(self, room: Room, *, poison: bool = False, seed: int = 0) -> None:
         self.room, self.spec, self.placement = room, room.spec, room.placement
         self.inline = InlineLane()
-        self.workers = {name: WorkerLane(name, self._act, self._poison(seed, i) if poison else None) for i, name in enumerate(WORKERS)}
+        self.workers = {
+            name: WorkerLane(name, self._act, self._poison(seed, i) if poison else None)
+            for i, name in enumerate(WORKERS)
+        }
         self.lanes = {"device": self.inline, **self.workers}
         self.frontier = Frontier()
         self.walk: Walk | None = None
@@ -163,7 +166,9 @@ class Session:
 
     def finish(self, scatter: Callable[[int, Op], None]) -> float:
         """Close all gradients of the step; returns the sum of their squares.  `scatter(seat, op)` adds a table's rows."""
-        tables = tuple(seat for seat in self.tables_used if any(self.spec.units[u].trainable for u in self.spec.seats[seat].units))
+        tables = tuple(
+            seat for seat in self.tables_used if any(self.spec.units[u].trainable for u in self.spec.seats[seat].units)
+        )
         end = Finish(tables)
         if not (self.script and self.script[0] == ("finish", end)):
             self.settle()
@@ -180,7 +185,9 @@ class Session:
 
     def commit(self, units: tuple[int, ...], due: dict[str, tuple[dict[str, object], ...]]) -> None:
         """The step is decided: these units' updates are due, with settings that are now fixed.  Begins the next step."""
-        self.last_step = self.history
+        if self.walk is not None and self.walk.waiting_for is not None:
+            self.settle()  # a step without targets never came to the updates of the step before
+        self.last_step = self.history or self.last_step
         self._drain()
         self.room.due, self.pending = due, units
         self.prime()
@@ -208,7 +215,9 @@ class Session:
         summed = tuple(sorted(u for u, state in self.grads.items() if state == "sum"))
         key = (phases, self.pending, summed)
         if key not in self._programs:
-            self._programs[key] = compiled(build(self.spec, self.placement, phases, self.pending, summed), self.placement)
+            self._programs[key] = compiled(
+                build(self.spec, self.placement, phases, self.pending, summed), self.placement
+            )
         self.walk = Walk(self._programs[key], self.lanes, self.frontier, self._observe)
         self.pending = ()
         self.script = deque(_told(phases))
@@ -233,6 +242,12 @@ class Session:
         self.frontier.clear()
         self.check()
 
+    def expect_more(self) -> None:
+        """The coming backward turns are not the step's last: drop a plan that would round their gradients."""
+        if self.rounds:
+            self.rounds = False
+            self.settle()
+
     def _drain(self) -> None:
         for lane in self.workers.values():
             lane.drain()
@@ -251,7 +266,9 @@ class Session:
                 continue
             op, error = lane.error
             if op.phase == "update":
-                raise UpdateFailed(f"the update of step {self.step} failed ({op.verb} of {self._called(op)}): {error}") from error
+                raise UpdateFailed(
+                    f"the update of step {self.step} failed ({op.verb} of {self._called(op)}): {error}"
+                ) from error
             raise error
 
     def _called(self, op: Op) -> str:
