@@ -57,6 +57,7 @@ class Probe:
 
 
 def shapes_of(leaves: list[Any]) -> Shapes:
+    """The shape of every tensor among flattened inputs or outputs; None for anything else."""
     return tuple(tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in leaves)
 
 

@@ -121,6 +121,7 @@ class InlineLane:
         self.work: Action = lambda op: None
 
     def submit(self, op: Op, waits: Sequence[Event]) -> Event:
+        """Wait for what `op` needs and run its work here; raises the error of an op it waited for."""
         asked = time.perf_counter()
         for event in waits:
             if (error := event.wait()) is not None:

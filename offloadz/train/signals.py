@@ -43,8 +43,8 @@ class Signals:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        for number, before in self._before.items():
+            signal.signal(number, before)
         self._before = {}
 
     @contextmanager
