@@ -259,7 +259,9 @@ class Training:
         self.progress.evaluated_step = self.progress.step
         loss = -math.fsum(losses) / num_targets
         self.metrics.write({"step": self.progress.step, "eval_loss": loss, "eval_tokens": num_targets})
-        self.display.say(f"step {self.progress.step}/{self.task.num_steps}  evaluation loss {loss:.4f}, {num_targets} tokens")
+        self.display.say(
+            f"step {self.progress.step}/{self.task.num_steps}  evaluation loss {loss:.4f}, {num_targets} tokens"
+        )
 
     def _save(self) -> None:
         self._settle()
@@ -347,10 +349,16 @@ def _require_same(config: Config, start: Path, say: Any) -> None:
     found = config_differences(old, config)
     if found:
         raise ConfigError(
-            f"the configuration differs from that of {start}:\n  " + "\n  ".join(found) + "\nput these back, name those "
+            f"the configuration differs from that of {start}:\n  "
+            + "\n  ".join(found)
+            + "\nput these back, name those "
             'that may differ in train.resume_with, or begin again with train.resume = "never" or another train.output'
         )
-    allowed = [line for line in config_differences(old, config, every_key=True) if line.partition(":")[0] in config.train.resume_with]
+    allowed = [
+        line
+        for line in config_differences(old, config, every_key=True)
+        if line.partition(":")[0] in config.train.resume_with
+    ]
     for line in allowed:
         say(f"resume: {line} (allowed by train.resume_with)")
 
@@ -367,7 +375,8 @@ def _is_finished(output: Path, start: Path, num_steps: int) -> bool:
 
 @contextmanager
 def _alone(output: Path) -> Iterator[None]:
-    """The run directory, made if need be, under a lock that dies with this process."""
+    """The run directory, made if need be, under a lock that dies with this process; gone if nothing came into it."""
+    was_there = output.exists()
     try:
         output.mkdir(parents=True, exist_ok=True)
         lock = os.open(output, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -383,6 +392,8 @@ def _alone(output: Path) -> Iterator[None]:
         yield
     finally:
         os.close(lock)
+        if not was_there and not any(output.iterdir()):
+            output.rmdir()
 
 
 def _seed(seed: int) -> None:
