@@ -97,6 +97,8 @@ class Session:
         `call` is -1 for a forward, else the number that the forward's turn was given.
         """
         self.check()
+        if graded and call < 0 and not self.placement.accumulate and any(t.seat == seat for t in self.open):
+            self.allow_sums()  # a seat that is met twice before its backward has two gradients to add
         turn = Turn(seat, self.calls if call < 0 else call, micros, graded)
         if not (self.script and self.walk is not None and self.script[0] == (verb, turn)):
             self._replan(verb, turn)
@@ -142,7 +144,8 @@ class Session:
         at = self.order.index(turn.seat) if turn.seat in self.order else turn.seat
         training = turn.graded or torch.is_grad_enabled()
         turns = [turn]
-        for seat in self.order[at + 1 :]:
+        met = set() if self.placement.accumulate else {t.seat for t in self.open}
+        for seat in (s for s in self.order[at + 1 :] if s not in met):
             turns.append(self._guess(seat, turn.call + len(turns), training))
         back = tuple(t for t in reversed([*self.open, *turns]) if t.graded)
         return (Forward(tuple(turns)), Backward(back, self.rounds)) if training and back else (Forward(tuple(turns)),)
