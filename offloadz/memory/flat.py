@@ -52,7 +52,10 @@ def typed(buffer: Tensor, offset: int, num_elements: int, dtype: torch.dtype) ->
 
 def stored_sections(unit: Unit, buffer: Tensor) -> list[Tensor]:
     """One flat view per section of a unit's weights as they are stored."""
-    return [typed(buffer, at, s.num_elements, DTYPES[s.dtype]) for s, at in zip(unit.sections, unit.weight_offsets, strict=True)]
+    return [
+        typed(buffer, at, s.num_elements, DTYPES[s.dtype])
+        for s, at in zip(unit.sections, unit.weight_offsets, strict=True)
+    ]
 
 
 def compute_sections(unit: Unit, buffer: Tensor, dtype: torch.dtype) -> list[Tensor]:

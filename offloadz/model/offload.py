@@ -116,7 +116,9 @@ def _furnish(spec: ModelSpec, plan: Plan, paths: list[Path], checksum: bool, out
     on_disk = "disk" in (placement.parameters, placement.gradients, placement.optimizer, placement.activations)
     if on_disk and not paths:
         raise ConfigError("something is placed on disk and swap is empty; name a directory in offload.swap")
-    disk = DiskTier(paths[0], ThreadTransfer(IO_THREADS), checksum=checksum, owner=owner_name(output)) if on_disk else None
+    disk = (
+        DiskTier(paths[0], ThreadTransfer(IO_THREADS), checksum=checksum, owner=owner_name(output)) if on_disk else None
+    )
     room = Room(spec, placement, disk)
     try:
         room.build(plan.batch.tokens_per_micro * spec.hidden_size * ITEM_BYTES[placement.compute])
@@ -128,12 +130,19 @@ def _furnish(spec: ModelSpec, plan: Plan, paths: list[Path], checksum: bool, out
 
 def fill(session: Session, source: Source) -> None:
     """Every weight from its source to its home, part by part: never more than one part in flight."""
-    last = {m.name: (i, k) for i, u in enumerate(session.spec.units) for k, p in enumerate(u.parts) for m in (s.member for s in spans(u, p))}
+    last = {
+        m.name: (i, k)
+        for i, u in enumerate(session.spec.units)
+        for k, p in enumerate(u.parts)
+        for m in (s.member for s in spans(u, p))
+    }
     for index, unit in enumerate(session.spec.units):
         for k, part in enumerate(unit.parts):
             master = torch.empty(part.num_elements, dtype=torch.float32)
             for span in spans(unit, part):
-                master[span.part_slice] = source.read(span.member.name, span.first_element, span.stop - span.start).float()
+                master[span.part_slice] = source.read(
+                    span.member.name, span.first_element, span.stop - span.start
+                ).float()
             session.put(index, k, master)
             for span in spans(unit, part):
                 if last[span.member.name] == (index, k):
@@ -141,7 +150,14 @@ def fill(session: Session, source: Source) -> None:
 
 
 def _assemble(
-    model: nn.Module, drawn: Outline, plan: Plan, session: Session, settings: AdamW, threads: int, seed: int, max_grad_norm: float
+    model: nn.Module,
+    drawn: Outline,
+    plan: Plan,
+    session: Session,
+    settings: AdamW,
+    threads: int,
+    seed: int,
+    max_grad_norm: float,
 ) -> Run:
     """Stand-ins in their places, the loss head over them, and the run around all."""
     stage = Stage(session, model, seed)

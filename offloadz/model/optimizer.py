@@ -39,7 +39,9 @@ class AdamW:
         bounds["betas"] = len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas)
         for name, held in bounds.items():
             if not held:
-                raise ConfigError(f"AdamW: {name} = {getattr(self, name)}; needed: 0 or more (betas: two numbers from 0 to below 1)")
+                raise ConfigError(
+                    f"AdamW: {name} = {getattr(self, name)}; needed: 0 or more (betas: two numbers from 0 to below 1)"
+                )
 
 
 GROUP_KEYS = ("lr", "betas", "eps", "weight_decay")
@@ -50,7 +52,9 @@ def param_groups(settings: AdamW, named: Sequence[tuple[str, nn.Parameter]]) -> 
     buckets: dict[tuple[int, bool], dict[str, Any]] = {}
     for name, param in named:
         index = next((i for i, g in enumerate(settings.groups) if _matches(name, g["match"])), -1)
-        own = {} if index < 0 else {k: v for k, v in settings.groups[index].items() if k in GROUP_KEYS and v is not None}
+        own = (
+            {} if index < 0 else {k: v for k, v in settings.groups[index].items() if k in GROUP_KEYS and v is not None}
+        )
         bare = _matches(name, settings.no_decay) and "weight_decay" not in own
         group = {k: getattr(settings, k) for k in GROUP_KEYS} | own | ({"weight_decay": 0.0} if bare else {})
         bucket = buckets.setdefault((index, bare), {**group, "params": [], "names": []})
@@ -77,13 +81,17 @@ class RunOptimizer(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Called by `run.update` (torch's schedulers count it)."""
         if not self.in_update:
-            raise RuntimeError("run.optimizer.step() is called by run.update(); call run.step(batch), or run.backward(loss) and run.update()")
+            raise RuntimeError(
+                "run.optimizer.step() is called by run.update(); call run.step(batch), or run.backward(loss) and run.update()"
+            )
         self._take()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Nothing to do: gradients of a step are gone once it is decided."""
 
-    def settings(self, steps: Mapping[str, int], grad_scale: float, threads: int) -> dict[str, tuple[dict[str, Any], ...]]:
+    def settings(
+        self, steps: Mapping[str, int], grad_scale: float, threads: int
+    ) -> dict[str, tuple[dict[str, Any], ...]]:
         """What each parameter's next update is called with, by name: copied now, so that a schedule may move on."""
         out: dict[str, tuple[dict[str, Any], ...]] = {}
         for group in self.param_groups:

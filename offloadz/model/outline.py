@@ -48,7 +48,9 @@ def outline(
     tables = {n: m for n, m in outer.items() if isinstance(m, nn.Embedding)}
     heads = _heads(model, outer, tables)
     twins = _twins(outer, {*tables, *heads}, names)
-    order = [n for n, m in model.named_modules() if n in prefixes or (n in outer and (n in tables or n in heads or _owns(m)))]
+    order = [
+        n for n, m in model.named_modules() if n in prefixes or (n in outer and (n in tables or n in heads or _owns(m)))
+    ]
     order = [n for n in order if n not in heads and n not in twins] + list(heads)
     infos = [ParamInfo(name, tuple(p.shape), trainable=p.requires_grad) for name, p in model.named_parameters()]
     spec = make_spec(
@@ -77,7 +79,9 @@ def block_names(model: nn.Module, lists: Sequence[str] = ()) -> list[str]:
     if not lists:
         alike = {n: m for n, m in found.items() if len(m) and len({type(x) for x in m}) == 1 and _size(m)}
         if not alike:
-            raise ConfigError("the model has no list of equal modules (nn.ModuleList); name its blocks with blocks=[...]")
+            raise ConfigError(
+                "the model has no list of equal modules (nn.ModuleList); name its blocks with blocks=[...]"
+            )
         lists = [max(alike, key=lambda n: (_size(alike[n]), -n.count(".")))]
     return [f"{n}.{i}" if n else str(i) for n in lists for i in range(len(found[n]))]
 
@@ -102,16 +106,22 @@ def _check_shared(model: nn.Module, prefixes: Sequence[str], names: dict[int, st
         for param in by_name[prefix].parameters():
             before = owner.setdefault(id(param), prefix)
             if before != prefix:
-                raise ConfigError(f"{names[id(param)]} is shared by the blocks {before} and {prefix}; such sharing is not built, untie them")
+                raise ConfigError(
+                    f"{names[id(param)]} is shared by the blocks {before} and {prefix}; such sharing is not built, untie them"
+                )
     for name, module in by_name.items():
         children = next(module.children(), None) is not None
         if _owns(module) and children and not _inside(name, prefixes):
             own = next(n for n, p in module._parameters.items() if p is not None)
-            raise ConfigError(f"{name or 'the model'}.{own}: a parameter of a module that has other modules inside, outside the blocks, is not built; move it into a module of its own")
+            raise ConfigError(
+                f"{name or 'the model'}.{own}: a parameter of a module that has other modules inside, outside the blocks, is not built; move it into a module of its own"
+            )
         if not _inside(name, prefixes):
             for param in module._parameters.values():
                 if param is not None and id(param) in owner:
-                    raise ConfigError(f"{names[id(param)]} is shared by {name} and the block {owner[id(param)]}; such sharing is not built, untie them")
+                    raise ConfigError(
+                        f"{names[id(param)]} is shared by {name} and the block {owner[id(param)]}; such sharing is not built, untie them"
+                    )
 
 
 def _heads(model: nn.Module, outer: dict[str, nn.Module], tables: dict[str, nn.Module]) -> dict[str, Any]:
@@ -125,7 +135,9 @@ def _heads(model: nn.Module, outer: dict[str, nn.Module], tables: dict[str, nn.M
             if module.bias is None:
                 heads[name] = module
             elif tied:
-                raise ConfigError(f"{name}: an output layer with a bias whose weight is tied is not built; remove the bias or untie it")
+                raise ConfigError(
+                    f"{name}: an output layer with a bias whose weight is tied is not built; remove the bias or untie it"
+                )
     return heads
 
 
@@ -139,7 +151,9 @@ def _twins(outer: dict[str, nn.Module], taken: set[str], names: dict[int, str]) 
             continue
         owners = {first.setdefault(id(p), name) for p in own}
         if len(owners) > 1:
-            raise ConfigError(f"{name} shares only some of its parameters with {sorted(owners - {name})[0]}; share all of them or none")
+            raise ConfigError(
+                f"{name} shares only some of its parameters with {sorted(owners - {name})[0]}; share all of them or none"
+            )
         if owners != {name}:
             twins[name] = owners.pop()
     return twins

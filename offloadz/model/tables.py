@@ -30,7 +30,9 @@ class TableSeat:
     def __init__(self, stage: Stage, index: int, name: str, module: nn.Embedding, body: Body) -> None:
         for option in ("max_norm", "scale_grad_by_freq", "sparse"):
             if getattr(module, option, None):
-                raise ConfigError(f"{name}: {option} = {getattr(module, option)} of an embedding is not built; needed: unset")
+                raise ConfigError(
+                    f"{name}: {option} = {getattr(module, option)} of an embedding is not built; needed: unset"
+                )
         self.stage, self.index, self.name, self.module, self.body = stage, index, name, module, body
         spec = stage.session.spec
         self.units = spec.seats[index].units
@@ -64,7 +66,9 @@ class TableSeat:
     def _check(self, wanted: Tensor) -> None:
         if wanted.numel() and (wanted[0] < 0 or wanted[-1] >= self.num_rows):
             worst = int(wanted[-1] if wanted[-1] >= self.num_rows else wanted[0])
-            raise ConfigError(f"{self.name}: id {worst} is looked up in a table of {self.num_rows} rows; needed: 0 to {self.num_rows - 1}")
+            raise ConfigError(
+                f"{self.name}: id {worst} is looked up in a table of {self.num_rows} rows; needed: 0 to {self.num_rows - 1}"
+            )
 
     def _embed(self, rows: Tensor, where: Tensor) -> Tensor:
         """The module's own forward over a small table; the padding row has been dealt with by id."""
@@ -125,7 +129,9 @@ class TableSeat:
         member = self.stage.session.spec.units[op.unit].sections[0].members[0]
         slope = self.stage.session.room.slopes(op.unit, op.reads[-1])[0].view(member.shape)
         for wanted, rows in self.stage.rows_due.get(self.index, []):
-            a, b = torch.searchsorted(wanted, torch.tensor([member.first_row, member.first_row + member.shape[0]])).tolist()
+            a, b = torch.searchsorted(
+                wanted, torch.tensor([member.first_row, member.first_row + member.shape[0]])
+            ).tolist()
             slope.index_add_(0, wanted[a:b] - member.first_row, rows[a:b].float())
 
 

@@ -58,7 +58,9 @@ class Placement:
     @property
     def grad_route(self) -> tuple[str, ...]:
         """Tiers from the gradient slot to the home of the gradients."""
-        return {"disk": ("compute", "host", "disk"), "host": ("compute", "host"), "device": ("compute", "device")}[self.gradients]
+        return {"disk": ("compute", "host", "disk"), "host": ("compute", "host"), "device": ("compute", "device")}[
+            self.gradients
+        ]
 
     @property
     def grad_part_route(self) -> tuple[str, ...]:
@@ -67,10 +69,16 @@ class Placement:
     @property
     def saved_route(self) -> tuple[str, ...]:
         """Tiers from a live activation to its home; a single tier means it is kept as it is."""
-        return {"disk": ("compute", "host", "disk"), "host": ("compute", "host"), "device": ("compute",)}[self.activations]
+        return {"disk": ("compute", "host", "disk"), "host": ("compute", "host"), "device": ("compute",)}[
+            self.activations
+        ]
 
     def _to_host(self, home: str) -> tuple[str, ...]:
-        return {"disk": ("disk", "host"), "host": ("host",), "device": ("device",) if self.unified else ("device", "host")}[home]
+        return {
+            "disk": ("disk", "host"),
+            "host": ("host",),
+            "device": ("device",) if self.unified else ("device", "host"),
+        }[home]
 
 
 def slot_bytes(spec: ModelSpec, placement: Placement, saved_bytes: int = 0) -> dict[str, int]:

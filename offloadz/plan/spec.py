@@ -173,7 +173,9 @@ class Unit:
 
     def _grad_sizes(self, accumulate: bool) -> list[int]:
         return [
-            aligned(p.num_elements * (4 if accumulate else ITEM_BYTES[p.dtype])) if self.sections[p.section].trainable else 0
+            aligned(p.num_elements * (4 if accumulate else ITEM_BYTES[p.dtype]))
+            if self.sections[p.section].trainable
+            else 0
             for p in self.parts
         ]
 

@@ -32,11 +32,15 @@ class Turn:
 
 @dataclass(frozen=True)
 class Forward:
+    """Turns of seats in the order in which the model meets them."""
+
     turns: tuple[Turn, ...]
 
 
 @dataclass(frozen=True)
 class Backward:
+    """Turns of seats in the reverse order of their forward."""
+
     turns: tuple[Turn, ...]
     last: bool = True
     """Nothing adds to these gradients afterwards (shared tables apart): they are rounded as they leave."""
@@ -138,6 +142,7 @@ class Script:
         return self.carry("w", self.placement.weight_route, unit, self.spec.units[unit].weight_bytes)
 
     def forward(self, turn: Turn) -> None:
+        """A turn forward: a table is looked up at home, other weights are brought; inputs of graded turns are saved."""
         self.phase = "forward"
         seat = self.spec.seats[turn.seat]
         if seat.kind == "table":
@@ -153,7 +158,9 @@ class Script:
                 if saves:
                     self.keep(turn, unit, micro)
 
-    def compute(self, verb: str, turn: Turn, unit: int, micro: int, reads: tuple[str, ...], writes: tuple[str, ...]) -> None:
+    def compute(
+        self, verb: str, turn: Turn, unit: int, micro: int, reads: tuple[str, ...], writes: tuple[str, ...]
+    ) -> None:
         size = self.spec.units[unit].num_elements
         self.emit(
             "device", verb, reads=reads, writes=writes, seat=turn.seat, unit=unit, call=turn.call, micro=micro, nbytes=size
@@ -167,7 +174,9 @@ class Script:
         for tier, onward in zip(route, route[1:], strict=False):
             lane, verb = HOPS[tier, onward]
             target = (f"{name}@{onward}",)
-            self.emit(lane, f"{verb}.x", reads=places, writes=target, seat=turn.seat, unit=unit, call=turn.call, micro=micro)
+            self.emit(
+                lane, f"{verb}.x", reads=places, writes=target, seat=turn.seat, unit=unit, call=turn.call, micro=micro
+            )
             places = target
 
     def kept(self, turn: Turn, unit: int, micro: int) -> tuple[str, ...]:
@@ -181,7 +190,9 @@ class Script:
         for tier, onward in zip(route, route[1:], strict=False):
             lane, verb = HOPS[tier, onward]
             target = (f"{name}@{onward}",)
-            self.emit(lane, f"{verb}.x", reads=places, writes=target, seat=turn.seat, unit=unit, call=turn.call, micro=micro)
+            self.emit(
+                lane, f"{verb}.x", reads=places, writes=target, seat=turn.seat, unit=unit, call=turn.call, micro=micro
+            )
             places = target
         return places
 
@@ -205,7 +216,9 @@ class Script:
         if not self.spec.units[unit].trainable:
             return ()
         if self.grads.get(unit) == "done":
-            raise RuntimeError(f"{self.spec.units[unit].name}: a second backward in a step whose gradients were already rounded")
+            raise RuntimeError(
+                f"{self.spec.units[unit].name}: a second backward in a step whose gradients were already rounded"
+            )
         slope = (f"g{unit}@compute",)
         nbytes = self.spec.units[unit].slope_bytes
         if self.grads.get(unit) == "sum":
@@ -237,6 +250,7 @@ class Script:
         return owner.num_trainable * item
 
     def finish(self, tables: tuple[int, ...]) -> None:
+        """Add the rows of looked-up tables, round what is still an open sum, then the norm over all gradients."""
         self.phase = "finish"
         for seat in tables:
             for unit in self.spec.seats[seat].units:

@@ -78,7 +78,9 @@ CONVERT: dict[tuple[torch.dtype, torch.dtype], Callable[[Tensor, Tensor], None]]
 
 def fetch_w(room: Room, op: Op) -> None:
     """A unit's weights into a compute slot, in the dtype of the computation."""
-    for target, source in zip(room.weights(op.unit, op.writes[0]), room.stored_weights(op.unit, op.reads[0]), strict=True):
+    for target, source in zip(
+        room.weights(op.unit, op.writes[0]), room.stored_weights(op.unit, op.reads[0]), strict=True
+    ):
         CONVERT[target.dtype, source.dtype](target, source)
 
 
@@ -93,7 +95,9 @@ def fetch_g(room: Room, op: Op) -> None:
     unit, slopes = room.spec.units[op.unit], room.slopes(op.unit, op.writes[0])
     for k in unit.trained_parts:
         part = unit.parts[k]
-        native.copy_(slopes[part.section][part.start : part.stop], room.grad_part(op.unit, k, op.reads[0], torch.float32))
+        native.copy_(
+            slopes[part.section][part.start : part.stop], room.grad_part(op.unit, k, op.reads[0], torch.float32)
+        )
 
 
 def save_g(room: Room, op: Op) -> None:
@@ -101,7 +105,9 @@ def save_g(room: Room, op: Op) -> None:
     unit, slopes = room.spec.units[op.unit], room.slopes(op.unit, op.reads[0])
     for k in unit.trained_parts:
         part = unit.parts[k]
-        native.copy_(room.grad_part(op.unit, k, op.writes[0], torch.float32), slopes[part.section][part.start : part.stop])
+        native.copy_(
+            room.grad_part(op.unit, k, op.writes[0], torch.float32), slopes[part.section][part.start : part.stop]
+        )
 
 
 def drain_g(room: Room, op: Op) -> None:
@@ -136,6 +142,7 @@ def load_x(room: Room, op: Op) -> None:
 
 
 def input_bytes(room: Room, op: Op) -> int:
+    """Bytes of the saved input that an op moves, without padding."""
     shape, dtype = room.shapes[op.call, op.micro]
     return int(shape.numel()) * dtype.itemsize
 

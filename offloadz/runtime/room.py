@@ -28,7 +28,11 @@ from offloadz.memory.tier import PIECE_BYTES, Extent, rounded
 from offloadz.plan.placement import Placement, accumulates, slot_bytes
 from offloadz.plan.spec import ModelSpec, Part, Unit, aligned
 
-ROLES = {"w": ("state", "weights", "parameters"), "s": ("state", "optimizer", "optimizer"), "g": ("scratch", "gradients", "gradients")}
+ROLES = {
+    "w": ("state", "weights", "parameters"),
+    "s": ("state", "optimizer", "optimizer"),
+    "g": ("scratch", "gradients", "gradients"),
+}
 """Per kind of stored value: area and role on disk, and its name in a placement."""
 
 
@@ -92,7 +96,9 @@ class Room:
             for index, unit in enumerate(self.spec.units):
                 for k in range(len(unit.parts)) if kind == "w" else unit.trained_parts:
                     nbytes = self._part_bytes(kind, index, unit.parts[k])
-                    self.extents[f"{kind}{index}.{k}@disk"] = self.drive.reserve(area, f"{role}/{unit.name}#{k}", nbytes)
+                    self.extents[f"{kind}{index}.{k}@disk"] = self.drive.reserve(
+                        area, f"{role}/{unit.name}#{k}", nbytes
+                    )
         if self.disk is not None:
             self.disk.allocate()
 
@@ -194,7 +200,12 @@ class Room:
         """Homes and slots of gradients that hold fp32 sums; all lanes idle, no gradient at rest."""
         self.placement = placement
         count = placement.slots
-        sizes = {f"{p}#{i}": aligned(n) for p, n in slot_bytes(self.spec, placement).items() if p == "host.g" for i in range(count)}
+        sizes = {
+            f"{p}#{i}": aligned(n)
+            for p, n in slot_bytes(self.spec, placement).items()
+            if p == "host.g"
+            for i in range(count)
+        }
         homes = {key: aligned(n) for key, n in self._home_sizes() if n and key[0] == "g"}
         pool = HostPool(needed_bytes([*sizes.values(), *homes.values()]))
         self.pools.append(pool)
