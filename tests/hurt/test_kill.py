@@ -19,7 +19,7 @@ from zygote import Zygote
 
 from offloadz.train.metrics import read_metrics
 
-STEPS, INTERVAL, KILLS = 40, 2, 6
+STEPS, INTERVAL, KILLS = 16, 2, 5
 TIMES = ("step_s", "busy_s", "wait_s", "bottleneck", "bytes", "tokens_per_s", "predicted_step_s")
 
 
@@ -74,7 +74,7 @@ def test_killed_at_random_and_started_again(folder: Path, config: Path, whole: P
         child = zygote.start(command, folder / f"{attempt}.log")
         if attempt < KILLS:
             # Counted from a place in the run, so that slow machines kill in as many places as fast ones.
-            aim = last_step(output) + source.randint(0, 8)
+            aim = last_step(output) + source.randint(0, 5)
             child.until(lambda aim=aim: last_step(output) >= aim or (output / "finished.json").exists())
             time.sleep(source.random() * 0.15)
             child.kill(signal.SIGKILL)
