@@ -66,8 +66,8 @@ class Session:
         self.lanes = {"device": self.inline, **self.workers}
         self.frontier = Frontier()
         self.walk: Walk | None = None
-        self.script: deque[tuple[str, Turn | Finish]] = deque()
-        """What the current walk expects to be announced, in order."""
+        self.script: deque[tuple[str, Turn | Finish, bool]] = deque()
+        """What the current walk expects to be announced, in order, and whether it rounds gradients there."""
         self.pending: tuple[int, ...] = ()
         """Units whose update is due and in no walk yet."""
         self.grads: dict[int, str] = {}
@@ -97,10 +97,11 @@ class Session:
         `call` is -1 for a forward, else the number that the forward's turn was given.
         """
         self.check()
-        if graded and call < 0 and not self.placement.accumulate and any(t.seat == seat for t in self.open):
-            self.allow_sums()  # a seat that is met twice before its backward has two gradients to add
+        if graded and not self.placement.accumulate and self._adds(seat, call):
+            self.allow_sums()
         turn = Turn(seat, self.calls if call < 0 else call, micros, graded)
-        if not (self.script and self.walk is not None and self.script[0] == (verb, turn)):
+        last = verb == "forward" or self.rounds
+        if not (self.script and self.walk is not None and self.script[0] == (verb, turn, last)):
             self._replan(verb, turn)
         self.script.popleft()
         if verb == "forward":
@@ -112,6 +113,10 @@ class Session:
         if graded or torch.is_grad_enabled():
             self.history.append((verb, turn, self.rounds))
         return turn
+
+    def _adds(self, seat: int, call: int) -> bool:
+        """Whether a seat's gradient will have several terms: it is met twice before its backward, or this is not the last."""
+        return any(t.seat == seat for t in self.open) if call < 0 else not self.rounds
 
     def compute(self, work: Callable[[Op], None]) -> None:
         """Run the computation whose turn it is on this thread, once what it reads has arrived."""
@@ -148,7 +153,8 @@ class Session:
         for seat in (s for s in self.order[at + 1 :] if s not in met):
             turns.append(self._guess(seat, turn.call + len(turns), training))
         back = tuple(t for t in reversed([*self.open, *turns]) if t.graded)
-        return (Forward(tuple(turns)), Backward(back, self.rounds)) if training and back else (Forward(tuple(turns)),)
+        last = self.rounds or not self.placement.accumulate
+        return (Forward(tuple(turns)), Backward(back, last)) if training and back else (Forward(tuple(turns)),)
 
     def _guess(self, seat: int, call: int, training: bool) -> Turn:
         kind = self.spec.seats[seat].kind
@@ -173,7 +179,7 @@ class Session:
             seat for seat in self.tables_used if any(self.spec.units[u].trainable for u in self.spec.seats[seat].units)
         )
         end = Finish(tables)
-        if not (self.script and self.script[0] == ("finish", end)):
+        if not (self.script and self.script[0] == ("finish", end, True)):
             self.settle()
             self._start((end,))
         self.script.popleft()
@@ -372,14 +378,15 @@ class Session:
         return before
 
 
-def _told(phases: tuple[Phase, ...]) -> Iterator[tuple[str, Turn | Finish]]:
+def _told(phases: tuple[Phase, ...]) -> Iterator[tuple[str, Turn | Finish, bool]]:
     """The turns of phases as they will be announced."""
     for phase in phases:
-        if isinstance(phase, Forward | Backward):
-            verb = "forward" if isinstance(phase, Forward) else "backward"
-            yield from ((verb, turn) for turn in phase.turns)
+        if isinstance(phase, Forward):
+            yield from (("forward", turn, True) for turn in phase.turns)
+        elif isinstance(phase, Backward):
+            yield from (("backward", turn, phase.last) for turn in phase.turns)
         elif isinstance(phase, Finish):
-            yield "finish", phase
+            yield "finish", phase, True
 
 
 def _nothing(op: Op) -> None:
