@@ -155,3 +155,11 @@ class HostPool:
                 "host pool closed while tensors still lie in it: its %d bytes stay until the last of them dies",
                 self.capacity_bytes,
             )
+
+
+def give_back() -> None:
+    """Return freed memory of the C allocator to the system: after a tokenizer of 33 MB it holds 300 MB that nobody needs."""
+    gc.collect()
+    trim = getattr(_libc, "malloc_trim", None)  # glibc's
+    if trim is not None:
+        trim(0)

@@ -21,13 +21,14 @@ from offloadz.model.blocks import BlockSeat
 from offloadz.model.body import Body
 from offloadz.model.head import HeadSeat, LossHead
 from offloadz.model.optimizer import AdamW, RunOptimizer
-from offloadz.model.outline import Outline, most_common_dtype, outline
+from offloadz.model.outline import Outline, config_of, most_common_dtype, outline
 from offloadz.model.run import RUNS, Run, SeatLike
-from offloadz.model.sources import ModuleSource, Source
+from offloadz.model.sources import ModuleSource, RandomSource, Source
 from offloadz.model.stage import Stage
 from offloadz.model.tables import TableSeat
 from offloadz.model.weights import names_of, source_of
 from offloadz.plan.errors import ConfigError, DoesNotFit
+from offloadz.plan.footprint import score_copies
 from offloadz.plan.machine import disk_free, probe_machine
 from offloadz.plan.search import Plan, Wishes, decide
 from offloadz.plan.spec import ITEM_BYTES, ModelSpec
@@ -90,7 +91,8 @@ def offload(
         batch_size=batch_size or max(1, micro_batch_size) * max(1, sweeps), max_length=max_length or 512, micro_batch_size=micro_batch_size,
         sweeps=sweeps, slots=slots, parameters=parameters, gradients=gradients, optimizer=optimizer_state,
         activations=activations, swap=bool(paths), disk_free=disk_free(paths[0]) if paths else None,
-        host_memory=host_memory, threads=threads,
+        host_memory=host_memory, threads=threads, random=isinstance(source_of(model), RandomSource),
+        score_copies=_score_copies(model),
     )  # fmt: skip
     plan = plan or decide(drawn.spec, probe_machine(), wishes)
     if not plan.fits:
@@ -108,6 +110,13 @@ def offload(
     run.stage.micro_rows = micro_batch_size or (plan.micro_batch_size if batch_size else 0)
     run.sweeps = sweeps or (plan.sweeps if batch_size else 1)
     return run
+
+
+def _score_copies(model: nn.Module) -> int:
+    """How many arrays of attention scores the plan has to count with."""
+    config = getattr(model, "config", None)
+    told = config_of(model)
+    return score_copies(getattr(config, "_attn_implementation", None) or "sdpa", told) if told else 0
 
 
 def _furnish(spec: ModelSpec, plan: Plan, paths: list[Path], checksum: bool, output: Any) -> Room:

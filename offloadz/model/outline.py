@@ -62,7 +62,7 @@ def outline(
         order=order,
         keep_float32=keep_float32,
         freeze=freeze,
-        config=_config(model),
+        config=config_of(model),
     )
     spec = _with_twins(spec, twins)
     by_name = dict(model.named_modules())
@@ -167,7 +167,8 @@ def _with_twins(spec: ModelSpec, twins: dict[str, str]) -> ModelSpec:
     return replace(spec, seats=tuple(seats))
 
 
-def _config(model: nn.Module) -> dict[str, Any] | None:
+def config_of(model: nn.Module) -> dict[str, Any] | None:
+    """A transformers model's configuration as plain data; None for other modules."""
     config = getattr(model, "config", None)
     return config.to_dict() if hasattr(config, "to_dict") else None
 

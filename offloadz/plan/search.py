@@ -61,6 +61,10 @@ class Wishes:
     threads: int = 0
     baseline_bytes: int = BASELINE_BYTES
     export_item_bytes: int = 2
+    reading_bytes: int = 0
+    """Bytes beside the interpreter while data are read."""
+    random: bool = False
+    """Whether the weights are drawn at random."""
 
 
 @dataclass(frozen=True)
@@ -295,6 +299,7 @@ def _footprint(spec: ModelSpec, placement: Placement, batch: Batch, wishes: Wish
     return footprint(
         spec, placement, batch,
         baseline_bytes=wishes.baseline_bytes, keep=wishes.keep, export_item_bytes=wishes.export_item_bytes,
+        reading_bytes=wishes.reading_bytes, random=wishes.random,
     )  # fmt: skip
 
 

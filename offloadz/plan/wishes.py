@@ -10,11 +10,12 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offloadz.plan.errors import ConfigError
-from offloadz.plan.footprint import score_copies
+from offloadz.plan.footprint import reading, score_copies
 from offloadz.plan.headers import find_directory, model_spec, read_config
 from offloadz.plan.machine import Machine, disk_free, probe_machine
 from offloadz.plan.search import Plan, Wishes, decide
@@ -46,9 +47,18 @@ def question(config: Config, machine_name: str | None = None, sets: Sequence[str
     """
     model = config.model
     spec = model_spec(model.path, model.dtype, init=model.init, keep_float32=model.keep_float32, freeze=model.freeze)
-    wishes = wishes_of(config, read_config(find_directory(model.path)))
+    directory = find_directory(model.path)
+    wishes = wishes_of(config, read_config(directory))
+    wishes = replace(wishes, reading_bytes=_reading_bytes(config, directory), random=model.init == "random")
     machine, wishes = _changed(this_machine(config, machine_name), wishes, sets)
     return Question(spec, machine, wishes)
+
+
+def _reading_bytes(config: Config, directory: Path) -> int:
+    """What reading the tokenizer and the records takes, from the sizes of their files."""
+    tokenizer = directory / "tokenizer.json"
+    records = {path for pattern in (*config.data.train, *config.data.eval) for path in glob(pattern)}
+    return reading(tokenizer.stat().st_size if tokenizer.exists() else 0, sum(os.path.getsize(path) for path in records))
 
 
 def this_machine(config: Config, name: str | None = None) -> Machine:

@@ -30,6 +30,7 @@ from rich.console import Console
 
 import offloadz
 from offloadz.config import config_differences, config_from_tables, parse_every
+from offloadz.memory.host import give_back
 from offloadz.model.aside import remove_directory, write_text
 from offloadz.model.manifest import read_manifest, verify
 from offloadz.plan.errors import ConfigError
@@ -80,6 +81,7 @@ def _train(config: Config, console: Console, signals: Signals, stack: ExitStack)
     say = lambda text: console.print(text, markup=False)  # noqa: E731
     output = Path(config.train.output)
     task = read_task(config)
+    give_back()
     for line in task_lines(task):
         say(f"data: {line}")
     stack.enter_context(_alone(output))

@@ -177,7 +177,7 @@ def test_json_has_the_keys_of_the_contract() -> None:
     )
     assert set(keys.split()) <= set(found)
     assert found["drive_life_steps"] is None and (found["commit"], found["recipe"]) == ("hold", "fp32")
-    assert set(found["bytes"]["host"]) == {"load", "step", "save", "export"}
+    assert set(found["bytes"]["host"]) == {"data", "load", "step", "save", "export"}
     assert found["placement"] == tiers(plan)
     assert found["tokens_per_s"] == pytest.approx(8 * 256 / found["step_s"])
 
