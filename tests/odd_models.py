@@ -61,7 +61,9 @@ class Experts(Layer):
 class Odd(nn.Module):
     """Embedding, layers, norm, head; `odd` says per row whether this is an odd step."""
 
-    def __init__(self, kind: Any = Layer, layers: int = 4, seed: int = 0, twice_normed: bool = False, **how: Any) -> None:
+    def __init__(
+        self, kind: Any = Layer, layers: int = 4, seed: int = 0, twice_normed: bool = False, **how: Any
+    ) -> None:
         super().__init__()
         torch.manual_seed(seed)
         self.embed = nn.Embedding(VOCABULARY, WIDTH)

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from reference import Trace
 from torch import Tensor, nn
 
 from offloadz.memory.flat import spans
 from offloadz.model.run import Batch, Run
-from reference import Trace
 
 VOCABULARY = 211
 WIDTH = 48
@@ -37,12 +37,21 @@ def tiny(family: str, seed: int = 0, **changes: Any) -> nn.Module:
         return hf.Qwen3ForCausalLM(hf.Qwen3Config(**{**SHAPE, "head_dim": 12, "tie_word_embeddings": True, **changes}))
     if family == "gpt2":
         quiet = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 1}
-        sizes = {"n_embd": WIDTH, "n_layer": 2, "n_head": 4, "n_inner": 130, "vocab_size": VOCABULARY, "n_positions": 64}
+        sizes = {
+            "n_embd": WIDTH,
+            "n_layer": 2,
+            "n_head": 4,
+            "n_inner": 130,
+            "vocab_size": VOCABULARY,
+            "n_positions": 64,
+        }
         return hf.GPT2LMHeadModel(hf.GPT2Config(**{**sizes, **quiet, **changes}))
     raise ValueError(f"no tiny model of family {family!r}; there are {', '.join(FAMILIES)}")
 
 
-def batches(count: int, rows: int = 4, length: int = LENGTH, seed: int = 1, padded: bool = True) -> list[dict[str, Tensor]]:
+def batches(
+    count: int, rows: int = 4, length: int = LENGTH, seed: int = 1, padded: bool = True
+) -> list[dict[str, Tensor]]:
     """Batches as for a transformers model: right padding of different lengths, the first three labels left out."""
     source = torch.Generator().manual_seed(seed)
     made = []
@@ -113,7 +122,13 @@ def assert_same_weights(found: dict[str, Tensor], wanted: dict[str, Tensor], not
 
 
 def assert_close(
-    found: Outcome, wanted: Outcome | Trace, start: dict[str, Tensor], note: str = "", norm: float = 1e-5, loss: float = 5e-6, moved: float = 5e-4
+    found: Outcome,
+    wanted: Outcome | Trace,
+    start: dict[str, Tensor],
+    note: str = "",
+    norm: float = 1e-5,
+    loss: float = 5e-6,
+    moved: float = 5e-4,
 ) -> None:
     """Within the tolerances of the design for float32 over five steps, relative to how far each tensor moved."""
     for step, (a, b) in enumerate(zip(found.losses, wanted.losses, strict=True)):

@@ -1,7 +1,7 @@
 """Case G11, kind K11: parameters that are not used once per step.
 
-Layers used in some steps or never, parameters and experts without a gradient, frozen parts, weights of two owners, blocks
-with more than one input and output, groups of their own: all equal to the plain loop, nothing left behind, and what has
+Layers used in some steps or never, parameters and experts without a gradient, frozen parts, weights of two owners,
+blocks with more than one input and output, groups of their own: all equal to the plain loop, nothing left behind, and what has
 no gradient has no update and no state.
 """
 
@@ -17,7 +17,17 @@ import pytest
 import torch
 from odd_models import Experts, Odd, Pair, held, mean_loss, odd_batches
 from reference import plain_run
-from tiny_models import Outcome, assert_close, assert_same_weights, batches, start_of, tiny, train, weights, whole_tensors
+from tiny_models import (
+    Outcome,
+    assert_close,
+    assert_same_weights,
+    batches,
+    start_of,
+    tiny,
+    train,
+    weights,
+    whole_tensors,
+)
 from torch import nn
 
 import offloadz
@@ -189,7 +199,9 @@ def test_an_expert_without_tokens(swap: Path) -> None:
     found, counts = compare(lambda: Odd(kind=Experts), swap)
     assert counts["layers.1.experts.0.weight"] == counts["layers.1.experts.1.weight"] == 5
     assert "layers.1.experts.2.weight" not in counts
-    assert torch.equal(found.weights["layers.0.experts.2.bias"], Odd(kind=Experts).get_parameter("layers.0.experts.2.bias"))
+    assert torch.equal(
+        found.weights["layers.0.experts.2.bias"], Odd(kind=Experts).get_parameter("layers.0.experts.2.bias")
+    )
 
 
 def test_groups_keep_their_settings(swap: Path) -> None:
@@ -244,7 +256,7 @@ class Twice(Odd):
 
 @pytest.mark.parametrize("micro", [4, 1])
 def test_a_layer_that_runs_twice_in_a_step(micro: int, swap: Path) -> None:
-    found, counts = compare(Twice, swap, micro)
+    _, counts = compare(Twice, swap, micro)
     assert set(counts.values()) == {5}
 
 

@@ -1,4 +1,4 @@
-"""Same numbers everywhere: placement, slots and sweeps never change a bit; the micro-batch split and the plain loop agree
+"""Same numbers everywhere: placement, slots and sweeps never change a bit; splits and the plain loop agree
 within the tolerances of the design.  Clipping is on and fires.  (Main check of all kinds in which values move.)
 
 The usual run holds every one of the 81 placements once, with family, slots and split drawn by a fixed seed, and every
@@ -27,11 +27,20 @@ MICROS = (4, 2, 1)
 STEPS = batches(5)
 
 
-def ran(family: str, placement: tuple[str, ...], slots: int, cut: tuple[int, int], swap: Path, **more: object) -> Outcome:
+def ran(
+    family: str, placement: tuple[str, ...], slots: int, cut: tuple[int, int], swap: Path, **more: object
+) -> Outcome:
     """Five steps under these settings."""
     where = dict(zip(KINDS, placement, strict=True))
     with offloadz.offload(
-        tiny(family), offloadz.AdamW(lr=1e-3), swap=swap, slots=slots, micro_batch_size=cut[0], sweeps=cut[1], **where, **more
+        tiny(family),
+        offloadz.AdamW(lr=1e-3),
+        swap=swap,
+        slots=slots,
+        micro_batch_size=cut[0],
+        sweeps=cut[1],
+        **where,
+        **more,
     ) as run:
         out = train(run, STEPS)
         assert run.session.placement.slots == slots
@@ -114,7 +123,9 @@ def test_the_check_would_see_a_wrong_gradient() -> None:
     with pytest.raises(AssertionError, match="norm of step 0"):
         assert_close(halved, plain("llama", 4), start)
     nudged = {name: w.clone() for name, w in found.weights.items()}
-    nudged["model.layers.1.mlp.up_proj.weight"] += 1e-3 * (nudged["model.layers.1.mlp.up_proj.weight"] - start["model.layers.1.mlp.up_proj.weight"])
+    nudged["model.layers.1.mlp.up_proj.weight"] += 1e-3 * (
+        nudged["model.layers.1.mlp.up_proj.weight"] - start["model.layers.1.mlp.up_proj.weight"]
+    )
     with pytest.raises(AssertionError, match="up_proj"):
         assert_close(Outcome(found.losses, found.norms, nudged), plain("llama", 4), start)
     flipped = {name: w.clone() for name, w in found.weights.items()}
