@@ -258,7 +258,8 @@ def _look_forward(stage: Stage, more: bool) -> Probe:
     args, kwargs = one_more_row((root.args, root.kwargs), root.rows) if more else (root.args, root.kwargs)
     stage.probe = Probe(max(i for i, s in enumerate(seats) if s.kind == "block"))
     try:
-        with torch.no_grad():
+        # Dropout outside the blocks must not notice: a resumed run looks again where the straight one does not.
+        with torch.no_grad(), torch.random.fork_rng(devices=()):
             root.module(*args, **kwargs)
     except Seen:
         pass
