@@ -1,0 +1,168 @@
+"""Write what the documentation says about bytes, programs and keys, from the code that decides them.
+
+    python docs/make_tables.py
+
+The table of machines is what `offloadz plan` answers for three published shapes on machines of four sizes, the program
+in docs/step.md what `offloadz show` prints, the reference of keys the configuration's own rules.
+tests/cpu/test_quickstart.py fails when one is out of date.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from offloadz.config import NOT_BUILT
+from offloadz.config.sections import RULES, SECTIONS, GroupConfig, rules
+from offloadz.config.values import shown, to_toml
+from offloadz.plan.footprint import Batch
+from offloadz.plan.headers import spec_from_formula
+from offloadz.plan.machine import Machine
+from offloadz.plan.placement import Placement
+from offloadz.plan.predict import predict
+from offloadz.plan.search import Plan, Wishes, decide, human
+from offloadz.plan.spec import ModelSpec
+
+ROOT = Path(__file__).parent.parent
+BEGIN, END = "<!-- table: begin (python docs/make_tables.py) -->", "<!-- table: end -->"
+GIB = 1 << 30
+ROWS, LENGTH = 16, 1024
+MEMORIES_GIB = (16, 32, 64, 128)
+PIPE = "\\|"
+"""A bar inside a cell of Markdown."""
+
+
+def llama(hidden: int, inner: int, layers: int, heads: int, groups: int, words: int, tied: bool) -> dict[str, Any]:
+    """config.json of a Llama, as far as shapes go."""
+    return {
+        "model_type": "llama", "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers,
+        "num_attention_heads": heads, "num_key_value_heads": groups, "vocab_size": words, "tie_word_embeddings": tied,
+    }  # fmt: skip
+
+
+MODELS = {
+    "1.2B": llama(2048, 8192, 16, 32, 8, 128256, True),
+    "6.7B": llama(4096, 11008, 32, 32, 32, 32000, False),
+    "13B": llama(5120, 13824, 40, 40, 40, 32000, False),
+}
+
+
+def planned(model: dict[str, Any], memory_gib: int) -> Plan:
+    """The plan for a model in bfloat16 on a machine without a GPU that has this much free memory and any disk."""
+    machine = Machine("any", memory_gib * GIB, "the table", device_bytes=memory_gib * GIB, cores=8)
+    return decide(spec_of(model), machine, Wishes(ROWS, LENGTH, swap=True))
+
+
+def spec_of(model: dict[str, Any]) -> ModelSpec:
+    """Units and seats of a model in bfloat16."""
+    with tempfile.TemporaryDirectory() as directory:
+        (Path(directory) / "config.json").write_text(json.dumps(model), encoding="utf-8")
+        return spec_from_formula(Path(directory), "bfloat16")
+
+
+def cell(plan: Plan) -> str:
+    """One cell: what is on disk, and the peaks."""
+    if not plan.fits:
+        return "does not fit"
+    names = {"optimizer": "optimizer state", "activations": "saved inputs"}
+    kinds = ("optimizer", "gradients", "parameters", "activations")
+    on_disk = [names.get(kind, kind) for kind in kinds if getattr(plan.placement, kind) == "disk"]
+    memory = f"memory {human(plan.peak['host'], up=True)}"
+    if not on_disk:
+        return f"all in memory: {memory}"
+    what = "all four" if len(on_disk) == 4 else ", ".join(on_disk)
+    return f"{what} on disk: {memory}, swap {human(plan.peak['disk'], up=True)}"
+
+
+def machine_table() -> str:
+    """Markdown: a row per size of memory, a column per model, and what checkpoints take."""
+    plans = {name: [planned(model, gib) for gib in MEMORIES_GIB] for name, model in MODELS.items()}
+    lines = ["| free host memory | " + " | ".join(MODELS) + " |", "|---" * (len(MODELS) + 1) + "|"]
+    for row, gib in enumerate(MEMORIES_GIB):
+        lines.append(f"| {gib} GiB | " + " | ".join(cell(plans[name][row]) for name in MODELS) + " |")
+    kept = [human(plans[name][0].peak["checkpoint"], up=True) for name in MODELS]
+    lines.append("| under `train.output`, any memory | " + " | ".join(kept) + " |")
+    return "\n".join(lines)
+
+
+def configuration_page() -> str:
+    """docs/configuration.md: every section and key with its default and meaning, and what is refused by name."""
+    lines = [
+        "# Configuration",
+        "",
+        "<!-- made by docs/make_tables.py; do not edit -->",
+        "",
+        "A TOML file; `section.key=value` on the command line replaces a value. Unknown keys are errors that name the",
+        "nearest one, and so are the names of other trainers, with what to write here instead. Paths are relative to",
+        "the directory you start in. Keys marked ● never change a number of the run: they may differ from those of a",
+        "checkpoint; the others only where `train.resume_with` names them.",
+    ]
+    for section, kind in SECTIONS.items():
+        lines += ["", f"## [{section}]", "", (kind.__doc__ or "").strip(), "", *key_table(kind, section)]
+    lines += ["", "## Entries of `optimizer.groups`", "", (GroupConfig.__doc__ or "").strip(), ""]
+    lines += [f"- `{key}`: {rule.doc}" for key, rule in rules(GroupConfig).items()]
+    lines += ["", "## Refused by name", "", "These values are not built, and stop a run before it starts:", ""]
+    lines += [f"- {refusal}" for refusal in refusals()]
+    return "\n".join(lines) + "\n"
+
+
+def key_table(kind: type, section: str) -> list[str]:
+    """Markdown rows of a section."""
+    lines = ["| key | default | meaning |", "|---|---|---|"]
+    for field in dataclasses.fields(kind):
+        rule = RULES[section][field.name]
+        meaning = f"{rule.doc} ({' | '.join(rule.choices)})" if rule.choices else rule.doc
+        mark = " ●" if rule.free else ""
+        lines.append(f"| `{field.name}`{mark} | `{to_toml(field.default)}` | {meaning.replace('|', PIPE)} |")
+    return lines
+
+
+def refusals() -> list[str]:
+    """One line per key with values that are refused."""
+    found = []
+    for key, values, reason, instead in NOT_BUILT:
+        what = " or ".join(f"`{shown(value)}`" for value in values) if values else "anything but the default"
+        found.append(f"`{key}`: {what} {reason}; write {instead}")
+    more = {
+        "model.attention": 'anything but `"auto"`, `"eager"` and `"sdpa"`',
+        "offload.device": 'a GPU (`"cuda:0"`): the compute device is the CPU',
+        "offload.swap": "more than one directory",
+        "offload.machine": "other machines than this one",
+    }
+    return found + [f"`{key}`: {what}" for key, what in more.items()]
+
+
+def program_text() -> str:
+    """The program of a steady step of two blocks; weights and optimizer state on disk, two slots a pool."""
+    spec = spec_of(llama(64, 176, 2, 4, 4, 256, False))
+    placement = Placement("disk", "host", "disk", "device", slots=2, storage="bfloat16")
+    batch = Batch(8, 64, 8)
+    found = predict(spec, placement, batch, Machine("any", GIB, "any", cores=2))
+    return f"{found.program.text()}\n\n{found.timeline.table()}\n{found.timeline.gantt(80)}"
+
+
+def between(text: str, content: str) -> str:
+    """`text` with what stands between its marks replaced."""
+    pattern = re.escape(BEGIN) + ".*?" + re.escape(END)
+    if not re.search(pattern, text, flags=re.DOTALL):
+        raise ValueError(f"no {BEGIN} ... {END} found; both are needed")
+    return re.sub(pattern, lambda _: f"{BEGIN}\n{content}\n{END}", text, flags=re.DOTALL)
+
+
+def made() -> dict[Path, str]:
+    """What each file should hold."""
+    readme, step = ROOT / "README.md", ROOT / "docs" / "step.md"
+    return {
+        readme: between(readme.read_text(encoding="utf-8"), machine_table()),
+        step: between(step.read_text(encoding="utf-8"), f"```\n{program_text()}\n```"),
+        ROOT / "docs" / "configuration.md": configuration_page(),
+    }
+
+
+if __name__ == "__main__":
+    for path, content in made().items():
+        path.write_text(content, encoding="utf-8")
