@@ -139,7 +139,7 @@ def fuse(module: nn.Module, when: Callable[[int], bool]) -> Callable[[], None]:
     [("disk", 3, 1), ("host", 3, 2), ("disk", 3, 3), ("host", 3, 4), ("disk", 0, 4), ("disk", 5, 3)],
 )
 def test_an_exception_inside_a_block(where: str, layer: int, call: int, swap: Path) -> None:
-    """Two micro-batches: calls 1 and 2 are forward, 3 and 4 the recomputation in backward.  Nothing of the step is applied."""
+    """Two micro-batches: calls 1 and 2 are forward, 3 and 4 the recomputation.  Nothing of the step is applied."""
     wanted = undisturbed()
     found = Outcome()
     with six_layers(swap, where=where) as run:

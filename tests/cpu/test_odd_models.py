@@ -1,8 +1,8 @@
 """Case G11, kind K11: parameters that are not used once per step.
 
 Layers used in some steps or never, parameters and experts without a gradient, frozen parts, weights of two owners,
-blocks with more than one input and output, groups of their own: all equal to the plain loop, nothing left behind, and what has
-no gradient has no update and no state.
+blocks with more than one input and output, groups of their own: all equal to the plain loop, nothing left behind, and
+what has no gradient has no update and no state.
 """
 
 from __future__ import annotations
