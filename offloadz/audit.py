@@ -4,12 +4,11 @@ The counting is `train/data.py`'s; this room only prints.  Trade-off: the tokeni
 read, never its weights, so the audit takes seconds and cannot see what only a forward pass would show.
 """
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from offloadz.config import Config, load_config
+from offloadz.config import load_config
 from offloadz.plan.errors import ConfigError
 
 
@@ -18,11 +17,12 @@ def data_command(config_path: Path, overrides: Sequence[str], num_samples: int) 
     config = load_config(config_path, overrides)
     if not config.data.train:
         raise ConfigError('data.train is missing; it has no default, such as train = ["data.jsonl"]')
-    tokenizer, vocab_size = _tokenizer(config)
     from rich.console import Console
 
     from offloadz.train.data import load_dataset, marked_pieces
+    from offloadz.train.planning import read_tokenizer
 
+    tokenizer, vocab_size = read_tokenizer(config)
     console = Console(highlight=False, soft_wrap=True)
     for name, patterns in (("data.train", config.data.train), ("data.eval", config.data.eval)):
         if not patterns:
@@ -37,24 +37,6 @@ def data_command(config_path: Path, overrides: Sequence[str], num_samples: int) 
             console.print(head, markup=False, style="bold")
             _print_pieces(console, marked_pieces(dataset, index, tokenizer))
     return 0
-
-
-def _tokenizer(config: Config) -> tuple[Any, int]:
-    """The tokenizer of `model.path` and the number of rows of the model's table; loads no weights."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-    from transformers import AutoConfig, AutoTokenizer
-
-    try:
-        trusted = {"trust_remote_code": config.model.trust_remote_code}
-        model = AutoConfig.from_pretrained(config.model.path, **trusted)
-        tokenizer = AutoTokenizer.from_pretrained(config.model.path, **trusted)
-    except Exception as error:  # a directory of somebody else's making: a broken file there ends in any kind of error
-        first = str(error).strip().splitlines()[0]
-        raise ConfigError(f"model.path: {config.model.path} has no model and tokenizer to read: {first}") from error
-    vocab_size = getattr(model.get_text_config(), "vocab_size", None)
-    if not isinstance(vocab_size, int):
-        raise ConfigError(f"model.path: {config.model.path}/config.json names no vocab_size")
-    return tokenizer, vocab_size
 
 
 def _print_pieces(console: Any, pieces: Sequence[tuple[str, bool]]) -> None:

@@ -11,15 +11,11 @@ the same order.  The trade-off: a signal waits for the end of a step, which for 
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
-import os
 import random
 import time
-import tomllib
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,14 +25,14 @@ import torch
 from rich.console import Console
 
 import offloadz
-from offloadz.config import config_differences, config_from_tables, parse_every
+from offloadz.config import parse_every
 from offloadz.memory.host import give_back
 from offloadz.model.aside import remove_directory, write_text
-from offloadz.model.manifest import read_manifest, verify
 from offloadz.plan.errors import ConfigError
 from offloadz.plan.search import Plan, human
 from offloadz.runtime.meter import process_bytes
-from offloadz.train.checkpoint import load_checkpoint, newest_valid, save_checkpoint
+from offloadz.train.begin import alone, find_start, is_finished, mark_finished
+from offloadz.train.checkpoint import load_checkpoint, save_checkpoint
 from offloadz.train.data import Loader
 from offloadz.train.metrics import Metrics
 from offloadz.train.planning import Task, decided, optimizer_of, plan_lines, read_task, task_lines
@@ -48,7 +44,6 @@ if TYPE_CHECKING:
     from offloadz.config import Config
     from offloadz.model.run import Run, StepReport
 
-FINISHED = "finished.json"
 MEMORY_SLACK = 1.2
 """How far over the plan's limit memory that no file backs may be before a run ends itself: the kernel would not ask."""
 
@@ -68,7 +63,10 @@ class Progress:
 
 
 def train(config: Config) -> int:
-    """Train as configured; 0 when the run is finished, 130 or 143 after a signal.  Raises the errors of `plan/errors`."""
+    """Train as configured; 0 when the run is finished, 130 or 143 after a signal.
+
+    Raises the errors of `plan/errors.py`, and `RunStopped`.
+    """
     console = Console(highlight=False, soft_wrap=True)
     with Signals() as signals, ExitStack() as stack:
         try:
@@ -78,15 +76,17 @@ def train(config: Config) -> int:
 
 
 def _train(config: Config, console: Console, signals: Signals, stack: ExitStack) -> int:
-    say = lambda text: console.print(text, markup=False)  # noqa: E731
+    def say(text: str) -> None:
+        console.print(text, markup=False)
+
     output = Path(config.train.output)
     task = read_task(config)
     give_back()
     for line in task_lines(task):
         say(f"data: {line}")
-    stack.enter_context(_alone(output))
-    start = _start(config, output, say)
-    if start is not None and _is_finished(output, start, task.num_steps):
+    stack.enter_context(alone(output))
+    start = find_start(config, output, say)
+    if start is not None and is_finished(output, start, task.num_steps):
         say(f"this run is finished: {task.num_steps} steps, {output / 'final'}; to train on, raise train.steps or "
             "train.epochs and name it in train.resume_with")  # fmt: skip
         return 0
@@ -200,8 +200,9 @@ class Training:
             self._settle()
             raise RunStopped(
                 f"{row} updates in a row were skipped, the last because {report.reason} (step {report.step}, loss "
-                f"{report.loss}); train.max_skipped allows {most}. Lower optimizer.lr, look at the samples of these steps "
-                f"(debug.samples = true), or raise train.max_skipped; checkpoints in {self.output / 'checkpoints'} are as before"
+                f"{report.loss}); train.max_skipped allows {most}. Lower optimizer.lr, look at the samples of these "
+                "steps (debug.samples = true), or raise train.max_skipped; "
+                f"checkpoints in {self.output / 'checkpoints'} are as before"
             )
 
     def _check_memory(self) -> None:
@@ -210,8 +211,9 @@ class Training:
         if limit is not None and held > MEMORY_SLACK * limit:
             self._settle()
             raise RunStopped(
-                f"the process holds {human(held)} of memory, {human(limit)} were to be used ({self.plan.limit_source}); the "
-                "plan was wrong for this model: lower train.micro_batch_size or data.max_length, or raise offload.host_memory"
+                f"the process holds {human(held)} of memory, {human(limit)} were to be used "
+                f"({self.plan.limit_source}); the plan was wrong for this model: lower train.micro_batch_size or "
+                "data.max_length, or raise offload.host_memory"
             )
 
     # ---- between steps -----------------------------------------------------------------------------------------
@@ -293,7 +295,7 @@ class Training:
 
     def _finish(self) -> int:
         final = self.run.export(self.output / "final")
-        write_text(self.output / FINISHED, json.dumps({"step": self.progress.step}) + "\n")
+        mark_finished(self.output, self.progress.step)
         skipped = f", {self.progress.num_skipped} updates skipped" if self.progress.num_skipped else ""
         self.display.say(f"finished: {self.progress.step} steps{skipped}; the model is in {final}")
         return 0
@@ -316,86 +318,6 @@ class Training:
                 group[key] = new[key]  # equal, unless resume_with names it
             group["lr"] = group["initial_lr"] * share
         self.scheduler.base_lrs = [group["initial_lr"] for group in self.run.optimizer.param_groups]
-
-
-def _start(config: Config, output: Path, say: Any) -> Path | None:
-    """The checkpoint to go on from, every byte of it checked; ConfigError where the configuration is another."""
-    chosen, found = config.train.resume, output / "checkpoints"
-    if chosen == "never":
-        if any(found.glob("step-*")):
-            say(f"resume: never; checkpoints in {found} stay until {config.train.keep} new ones replace them")
-        return None
-    if chosen == "auto":
-        start, rejected = newest_valid(found)
-        for path, reason in rejected:
-            say(f"resume: {path} is left out: {reason}")
-    else:
-        start = Path(chosen)
-        if not start.is_dir():
-            raise ConfigError(f'train.resume = "{chosen}" is no directory; needed: auto, never or a checkpoint')
-        verify(start, read_manifest(start))
-    if start is not None:
-        _require_same(config, start, say)
-    elif any(found.glob("step-*")):
-        raise ConfigError(
-            f'no checkpoint in {found} is valid; set train.resume = "never" to begin again, or another train.output'
-        )
-    return start
-
-
-def _require_same(config: Config, start: Path, say: Any) -> None:
-    extra = read_manifest(start)["extra"]
-    if "config" not in extra or "loader" not in extra:
-        raise ConfigError(f"{start} was not written by `offloadz train`; it holds no place in the data to go on from")
-    old = config_from_tables(tomllib.loads(extra["config"]))
-    found = config_differences(old, config)
-    if found:
-        raise ConfigError(
-            f"the configuration differs from that of {start}:\n  "
-            + "\n  ".join(found)
-            + "\nput these back, name those "
-            'that may differ in train.resume_with, or begin again with train.resume = "never" or another train.output'
-        )
-    allowed = [
-        line
-        for line in config_differences(old, config, every_key=True)
-        if line.partition(":")[0] in config.train.resume_with
-    ]
-    for line in allowed:
-        say(f"resume: {line} (allowed by train.resume_with)")
-
-
-def _is_finished(output: Path, start: Path, num_steps: int) -> bool:
-    """Whether the checkpoint is the last one and its export is there."""
-    if int(read_manifest(start)["step"]) < num_steps or not (output / "final").is_dir():
-        return False
-    try:
-        return int(json.loads((output / FINISHED).read_text())["step"]) == num_steps
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
-
-
-@contextmanager
-def _alone(output: Path) -> Iterator[None]:
-    """The run directory, made if need be, under a lock that dies with this process; gone if nothing came into it."""
-    was_there = output.exists()
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-        lock = os.open(output, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError as error:
-        raise ConfigError(f"train.output = {output}: {error.strerror}; name a directory you may write") from error
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(f"train.output = {output} is in use by another run; end it or choose another") from None
-        except OSError:  # some network file systems lock no directories
-            pass
-        yield
-    finally:
-        os.close(lock)
-        if not was_there and not any(output.iterdir()):
-            output.rmdir()
 
 
 def _seed(seed: int) -> None:

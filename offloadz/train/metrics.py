@@ -1,8 +1,8 @@
 """What a run leaves to be read: `metrics.jsonl`, a line for each optimizer step, and the same numbers for TensorBoard.
 
 The loop says what is in a line and when a step is done; here is how lines stay true over kills and resumes.  A resume
-cuts the file back to the checkpoint's step, so each step stands in it once.  [Note: lines are a prefix] Lines are in the
-order of steps, an evaluation behind its step, so what a checkpoint does not know of is always the end of the file.
+cuts the file back to the checkpoint's step, so each step stands in it once.  [Note: lines are a prefix] Lines are in
+the order of steps, an evaluation behind its step, so what a checkpoint does not know of is always the end of the file.
 The trade-off: every line is handed to the system at once (a kill loses none), but flushed to the drive only before a
 checkpoint, because only what a checkpoint knows of is ever kept.
 """
@@ -41,7 +41,7 @@ class Metrics:
             raise _failed(error, self.path) from error
         self._file = open(fd, "w", encoding="utf-8")  # noqa: SIM115  closed in `close`
         # TensorBoard drops what earlier files hold from the purge step on.
-        self._board = SummaryWriter(str(directory / "tensorboard"), purge_step=step + 1)  # type: ignore[no-untyped-call]
+        self._board = SummaryWriter(str(directory / "tensorboard"), purge_step=step + 1)
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Append one line; numbers that are not finite are written as null (JSON has no others)."""
@@ -53,7 +53,7 @@ class Metrics:
         for name in CURVES:
             value = line.get(name)
             if isinstance(value, int | float) and math.isfinite(value):
-                self._board.add_scalar(name, value, line["step"])  # type: ignore[no-untyped-call]
+                self._board.add_scalar(name, value, line["step"])
 
     def sync(self) -> None:
         """Bring all lines to the drive: called before a checkpoint that knows of them."""
@@ -62,12 +62,12 @@ class Metrics:
             os.fsync(self._file.fileno())
         except OSError as error:
             raise _failed(error, self.path) from error
-        self._board.flush()  # type: ignore[no-untyped-call]
+        self._board.flush()
 
     def close(self) -> None:
         """Close both; calling it twice is allowed."""
         self._file.close()
-        self._board.close()  # type: ignore[no-untyped-call]
+        self._board.close()
 
 
 def plain(value: Any) -> Any:

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from offloadz.model.optimizer import AdamW
-from offloadz.plan.command import question
 from offloadz.plan.errors import ConfigError, DoesNotFit
 from offloadz.plan.search import Plan, human
+from offloadz.plan.wishes import question
 from offloadz.runtime.threads import update_threads
 from offloadz.train.data import Dataset, load_dataset
 
@@ -41,7 +41,7 @@ def read_tokenizer(config: Config) -> tuple[Any, int]:
     try:
         trusted = {"trust_remote_code": config.model.trust_remote_code}
         model = AutoConfig.from_pretrained(config.model.path, **trusted)
-        tokenizer = AutoTokenizer.from_pretrained(config.model.path, **trusted)  # type: ignore[no-untyped-call]
+        tokenizer = AutoTokenizer.from_pretrained(config.model.path, **trusted)
     except Exception as error:  # a directory of somebody else's making: a broken file there ends in any kind of error
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ConfigError(f"model.path: {config.model.path} has no model and tokenizer to read: {first}") from error
@@ -60,7 +60,8 @@ def read_task(config: Config) -> Task:
     num_steps = config.train.steps or max(1, math.ceil(config.train.epochs * per_epoch - 1e-9))
     if config.optimizer.warmup > num_steps:
         raise ConfigError(
-            f"optimizer.warmup is {config.optimizer.warmup:g} steps, the run has {num_steps}; lower it or raise train.epochs"
+            f"optimizer.warmup is {config.optimizer.warmup:g} steps, the run has {num_steps}; "
+            "lower it or raise train.epochs"
         )
     return Task(samples, evaluation, num_steps)
 

@@ -1,7 +1,7 @@
 """What a person sees while a run is under way: loss, speed, time left, and which lane the step waits for.
 
-On a terminal one moving line, elsewhere a plain line every `train.log_every` steps.  It reads what the loop hands it and
-decides nothing.  The trade-off: the time left is from a running mean of the last ten steps or so, so it follows a
+On a terminal one moving line, elsewhere a plain line every `train.log_every` steps.  It reads what the loop hands it
+and decides nothing.  The trade-off: the time left is from a running mean of the last ten steps or so, so it follows a
 change of pace within seconds and is wrong for the first two steps, which are slower than the rest.
 """
 

@@ -74,8 +74,8 @@ def assert_same(one: Path, other: Path, step: int) -> None:
     ],
 )
 def test_stopped_and_resumed(
-    tmp_path: Path, stop_at: Callable[[int], None], family: str, dtype: str, first: dict[str, str], then: dict[str, str],
-    stops: tuple[int, ...],
+    tmp_path: Path, stop_at: Callable[[int], None], family: str, dtype: str, first: dict[str, str],
+    then: dict[str, str], stops: tuple[int, ...],
 ) -> None:  # fmt: skip
     make_model(tmp_path / "model", family)
     make_texts(tmp_path / "eval.jsonl", 7, seed=9)
@@ -150,7 +150,7 @@ def test_other_configurations_are_refused_unless_allowed(
     assert "optimizer.lr: the checkpoint has 0.003, the configuration 0.001" in str(caught.value)
     assert "optimizer.weight_decay" in str(caught.value) and "train.keep" not in str(caught.value)
     make_texts(tmp_path / "other.jsonl", seed=1)
-    with pytest.raises(ConfigError, match="samples of data.train changed"):
+    with pytest.raises(ConfigError, match=r"samples of data\.train changed"):
         run(tmp_path, data__train=[str(tmp_path / "other.jsonl")], train__resume_with=["data.train"])
     before = read_metrics(tmp_path / "run" / METRICS)
     allowed = {"optimizer__lr": 1e-3, "optimizer__weight_decay": 0.5}
@@ -212,6 +212,6 @@ def test_without_any_valid_checkpoint_nothing_is_begun_anew(tmp_path: Path) -> N
     assert run(tmp_path) == 0
     for path in (tmp_path / "run/checkpoints").glob("step-*/weights.safetensors"):
         path.write_bytes(path.read_bytes()[:-8] + b"\0" * 8)
-    with pytest.raises(ConfigError, match="no checkpoint in .* is valid"):
+    with pytest.raises(ConfigError, match=r"no checkpoint in .* is valid"):
         run(tmp_path)
     assert len(read_metrics(tmp_path / "run" / METRICS)) == 12

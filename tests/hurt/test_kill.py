@@ -1,7 +1,8 @@
 """Runs that are killed at any moment and started again by the same command.  Case G14, kind K14; G04 in part.
 
-Every run continues from the newest valid checkpoint, at most one interval is lost, the result is that of a run nobody
-killed, each step stands in the metrics once, and nothing is left over.  `benchmarks/kills.py` does the same fifty times.
+Every run continues from the newest valid checkpoint, at most one interval is lost, the result is that of a run that
+nobody killed, each step stands in the metrics once, and nothing is left over.  `benchmarks/kills.py` does the same
+fifty times.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import random
 import re
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,13 +21,6 @@ from offloadz.train.metrics import read_metrics
 
 STEPS, INTERVAL, KILLS = 16, 2, 5
 TIMES = ("step_s", "busy_s", "wait_s", "bottleneck", "bytes", "tokens_per_s", "predicted_step_s")
-
-
-@pytest.fixture(scope="module")
-def zygote() -> Iterator[Zygote]:
-    made = Zygote()
-    yield made
-    made.close()
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +78,8 @@ def test_killed_at_random_and_started_again(folder: Path, config: Path, whole: P
             assert resumed >= reached - INTERVAL, f"attempt {attempt} went back from {reached} to {resumed}\n{log}"
         reached = last_step(output)
     assert numbers(output) == numbers(whole)
-    for name in ("final/model.safetensors", *(f"checkpoints/step-{STEPS:06d}/{n}.safetensors" for n in ("weights", "optimizer"))):
+    last = f"checkpoints/step-{STEPS:06d}"
+    for name in ("final/model.safetensors", f"{last}/weights.safetensors", f"{last}/optimizer.safetensors"):
         assert (output / name).read_bytes() == (whole / name).read_bytes(), name
     assert {p.name for p in (output / "checkpoints").iterdir()} == {p.name for p in (whole / "checkpoints").iterdir()}
     assert not list((folder / "swap").iterdir())
