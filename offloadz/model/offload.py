@@ -79,6 +79,8 @@ def offload(
 
     Raises ConfigError for what is not built or wrong, DoesNotFit with numbers, before a weight is read.
     """
+    if id(model) in RUNS:
+        raise ConfigError(f"this {type(model).__name__} is already offloaded; first run.close(materialize=True)")
     names_of(model)
     stored = str(dtype).removeprefix("torch.") if dtype is not None else most_common_dtype(model)
     if stored not in ITEM_BYTES:

@@ -135,6 +135,10 @@ class Run:
             raise ConfigError(
                 f"{type(self.model).__name__} has no output layer with a base model below it; use step(batch, loss_fn=...)"
             )
+        if "labels" not in batch:
+            raise ConfigError(
+                f"the batch has {', '.join(batch)} and no labels; add labels (-100: no target), or use step(batch, loss_fn=...)"
+            )
         labels = batch["labels"]
         num_targets = int((labels[:, 1:] != -100).sum())
         self.report.tokens = int(batch["attention_mask"].sum()) if "attention_mask" in batch else labels.numel()
@@ -319,6 +323,7 @@ class Run:
             if self.loss_head is not None:
                 self.loss_head.stand_out()
             self.stage.unwatch()
+            RUNS.pop(id(self.model), None)
             self.session.close()
 
     def _materialize(self) -> None:
