@@ -2,8 +2,8 @@
 
 The stand-ins in the model say "forward of seat 3, two micro-batches" and then run their computation through `compute`;
 the session holds the program that was expected, submits its transfers and updates around those turns, and re-plans
-when somebody comes out of turn.  [Note: a guess may be wrong] The program is a guess at what the model will do, taken from
-what it did in the last step; a wrong guess costs the wait for what is in flight, never a result.
+when somebody comes out of turn.  [Note: a guess may be wrong] The program is a guess at what the model will do, taken
+from what it did in the last step; a wrong guess costs the wait for what is in flight, never a result.
 
 Left to others: what a computation is (`model/`), what a verb does (`actions.py`), when a step ends (`model/run.py`).
 The trade-off: after a step the next one's first transfers and updates are begun at once on the guess that it will be
@@ -14,39 +14,24 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import groupby
 
 import torch
 from torch import Tensor
 
-from offloadz.memory.flat import DTYPES, state_views, typed
 from offloadz.plan.errors import UpdateFailed
 from offloadz.plan.ops import LANES, Op, Program
 from offloadz.plan.passes import compiled
-from offloadz.plan.spec import Part, Unit, aligned
 from offloadz.plan.steps import Backward, Finish, Forward, Phase, Turn, Updates, build
 from offloadz.plan.walk import Frontier, Walk
 from offloadz.runtime import native
 from offloadz.runtime.actions import ACTIONS
 from offloadz.runtime.lanes import InlineLane, WorkerLane, jitter
+from offloadz.runtime.rest import PartView, parts, put
 from offloadz.runtime.room import Room
 
 WORKERS = tuple(lane for lane in LANES if lane not in ("device", "net"))
-
-
-@dataclass
-class PartView:
-    """A part of a unit at rest: flat views of its weights and optimizer state (None where frozen, or no low bits)."""
-
-    unit_index: int
-    unit: Unit
-    part_index: int
-    part: Part
-    weight: Tensor
-    low: Tensor | None
-    exp_avg: Tensor | None
-    exp_avg_sq: Tensor | None
 
 
 class Session:
@@ -115,7 +100,7 @@ class Session:
         return turn
 
     def _adds(self, seat: int, call: int) -> bool:
-        """Whether a seat's gradient will have several terms: it is met twice before its backward, or this is not the last."""
+        """Whether a seat's gradient has several terms: it is met twice before its backward, or more backwards follow."""
         return any(t.seat == seat for t in self.open) if call < 0 else not self.rounds
 
     def compute(self, work: Callable[[Op], None]) -> None:
@@ -141,6 +126,8 @@ class Session:
     def _replan(self, verb: str, turn: Turn) -> None:
         """Finish what is in flight and plan on from this turn."""
         self.settle()
+        if self.spec.seats[turn.seat].kind == "block":
+            self.micros = turn.micros
         phases = self._onward(turn) if verb == "forward" else (Backward((turn, *self._below(turn)), self.rounds),)
         self._start(phases)
 
@@ -174,7 +161,7 @@ class Session:
         self.room.squares = {}
 
     def finish(self, scatter: Callable[[int, Op], None]) -> float:
-        """Close all gradients of the step; returns the sum of their squares.  `scatter(seat, op)` adds a table's rows."""
+        """Close all gradients; returns the sum of their squares.  `scatter(seat, op)` adds a table's rows."""
         tables = tuple(
             seat for seat in self.tables_used if any(self.spec.units[u].trainable for u in self.spec.seats[seat].units)
         )
@@ -193,11 +180,12 @@ class Session:
         return sum(value for _, value in sorted(self.room.squares.items()))
 
     def commit(self, units: tuple[int, ...], due: dict[str, tuple[dict[str, object], ...]]) -> None:
-        """The step is decided: these units' updates are due, with settings that are now fixed.  Begins the next step."""
+        """The step is decided: updates of `units` are due, with settings now fixed.  Begins the next step."""
         if self.walk is not None and self.walk.waiting_for is not None:
             self.settle()  # a step without targets never came to the updates of the step before
         self.last_step = self.history or self.last_step
         self._drain()
+        self.frontier.clear()  # all lanes are idle; frozen weights would gather readers for ever
         self.room.due, self.pending = due, units
         self.prime()
 
@@ -292,42 +280,11 @@ class Session:
     def parts(self, write: bool = False) -> Iterator[PartView]:
         """Every part of the model at rest, in order; with `write`, what the caller changed goes home as it moves on."""
         self.settle()
-        for index, unit in enumerate(self.spec.units):
-            for k, part in enumerate(unit.parts):
-                yield from self._visit(index, unit, k, part, write)
-
-    def _visit(self, index: int, unit: Unit, k: int, part: Part, write: bool) -> Iterator[PartView]:
-        weight = self._borrow("w", index, k, part.weight_bytes)
-        trained = unit.sections[part.section].trainable
-        state = self._borrow("s", index, k, part.state_bytes) if trained else None
-        views = state_views(part, state) if state is not None else None
-        flat = typed(weight, 0, part.num_elements, DTYPES[part.dtype])
-        low, first, second = (views.low, views.exp_avg, views.exp_avg_sq) if views else (None, None, None)
-        yield PartView(index, unit, k, part, flat, low, first, second)
-        if write:
-            self._return("w", index, k, weight)
-            if state is not None:
-                self._return("s", index, k, state)
+        yield from parts(self.room, write)
 
     def put(self, index: int, k: int, master: Tensor) -> None:
-        """Set a part's weights from fp32 values; what the stored dtype cannot hold goes to the low master bits."""
-        unit = self.spec.units[index]
-        part = unit.parts[k]
-        weight = self._slot("w", index, k, part.weight_bytes)
-        flat = typed(weight, 0, part.num_elements, DTYPES[part.dtype])
-        trained = unit.sections[part.section].trainable
-        if part.dtype == "float32":
-            flat.copy_(master)
-        elif not trained:
-            native.narrow_(flat, master)
-        else:
-            state = self._slot("s", index, k, part.state_bytes)
-            state.zero_()
-            low = state_views(part, state).low
-            native.split_master_(flat, low, master)
-            if low is not None and bool(low.any()):
-                self._return("s", index, k, state)
-        self._return("w", index, k, weight)
+        """Set a part's weights from fp32 values; see `rest.put`."""
+        put(self.room, index, k, master)
 
     def allow_sums(self) -> None:
         """From now on several backward passes may add to a gradient: its home holds fp32 sums."""
@@ -335,24 +292,6 @@ class Session:
         self.placement = replace(self.placement, accumulate=True)
         self._programs.clear()
         self.room.widen_gradients(self.placement)
-
-    def _slot(self, kind: str, unit: int, part: int, nbytes: int) -> Tensor:
-        """A buffer for a part on its way: its home, or a host slot where it lives on disk."""
-        if f"{kind}{unit}.{part}@disk" not in self.room.extents:
-            return self.room.part_bytes(kind, unit, part, self.room.homes[kind, unit])
-        names = ("host.p#0", "host.w#0") if kind == "w" else ("host.s#0",)
-        return next(self.room.slots[n] for n in names if n in self.room.slots)[: aligned(nbytes)]
-
-    def _borrow(self, kind: str, unit: int, part: int, nbytes: int) -> Tensor:
-        slot, place = self._slot(kind, unit, part, nbytes), f"{kind}{unit}.{part}@disk"
-        if place in self.room.extents:
-            self.room.drive.read(self.room.extents[place], slot)
-        return slot
-
-    def _return(self, kind: str, unit: int, part: int, held: Tensor) -> None:
-        place = f"{kind}{unit}.{part}@disk"
-        if place in self.room.extents:
-            self.room.drive.write(self.room.extents[place], held)
 
     def close(self, keep_state: bool = False) -> None:
         """End all lanes and give everything back; under ten seconds, whatever happened before."""
