@@ -96,6 +96,10 @@ def _train(config: Config, console: Console, signals: Signals, stack: ExitStack)
     write_text(output / "config.toml", config.to_toml())
     write_text(output / "plan.json", json.dumps(plan.to_json(), indent=1) + "\n")
     run = stack.enter_context(_offloaded(config, plan))
+    disk = run.session.room.disk
+    if disk is not None:
+        how = "direct" if disk.probe.direct else "buffered, with the page cache dropped"
+        say(f"swap: {disk.path}, I/O by threads, {how}{', every piece checked' if disk.checksum else ''}")
     training = Training(config, run, task, plan, signals, start, console)
     stack.callback(training.close)
     return training.go()

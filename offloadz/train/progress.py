@@ -25,7 +25,7 @@ class Display:
         self._step_s = 0.0
         self._bar: Progress | None = None
         if console.is_terminal:
-            columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[told]}"))
+            columns = (TextColumn("step"), MofNCompleteColumn(), BarColumn(10), TextColumn("{task.fields[told]}"))
             self._bar = Progress(*columns, console=console, refresh_per_second=4)
             self._task = self._bar.add_task("train", total=num_steps, completed=step, told="")
             self._bar.start()
@@ -34,11 +34,11 @@ class Display:
         """A step is decided."""
         step, took_s = int(line["step"]), float(line["step_s"])
         self._step_s = took_s if not self._step_s else self._step_s + SHARE * (took_s - self._step_s)
-        text = told(line, (self._num_steps - step) * self._step_s)
+        left_s = (self._num_steps - step) * self._step_s
         if self._bar is not None:
-            self._bar.update(self._task, completed=step, told=text)
+            self._bar.update(self._task, completed=step, told=told(line, left_s, short=True))
         elif step % self._every == 0 or step == self._num_steps:
-            self.say(f"step {step}/{self._num_steps}  {text}")
+            self.say(f"step {step}/{self._num_steps}  {told(line, left_s)}")
 
     def say(self, text: str) -> None:
         """A line that stays."""
@@ -50,13 +50,13 @@ class Display:
             self._bar = None
 
 
-def told(line: dict[str, Any], left_s: float) -> str:
-    """A step in words."""
+def told(line: dict[str, Any], left_s: float, short: bool = False) -> str:
+    """A step in words; `short` fits beside a bar on a terminal of 80 columns."""
     loss = "skipped: " + str(line["reason"]) if line["skipped"] else f"loss {line['loss']:.4f}"
     norm = f"  norm {line['grad_norm']:.3g}" if math.isfinite(line["grad_norm"]) else ""
+    more = "" if short else f"{norm}  lr {line['lr']:.3g}"
     return (
-        f"{loss}{norm}  lr {line['lr']:.3g}  {line['tokens_per_s']:,.0f} tokens/s  {duration(left_s)} left  "
-        f"bottleneck {line['bottleneck']}"
+        f"{loss}{more}  {line['tokens_per_s']:,.0f} tokens/s  {duration(left_s)} left  bottleneck {line['bottleneck']}"
     )
 
 

@@ -26,7 +26,7 @@ from offloadz.train.begin import alone
 from offloadz.train.data import Loader
 from offloadz.train.metrics import METRICS, Metrics, read_metrics
 from offloadz.train.planning import optimizer_of, read_task
-from offloadz.train.progress import duration
+from offloadz.train.progress import duration, told
 from offloadz.train.schedule import Schedule, schedule_of
 
 KEYS = {
@@ -74,7 +74,7 @@ def test_a_whole_run_on_disk(tmp_path: Path, swap: Path, capsys: pytest.CaptureF
     assert plan["fits"] and set(plan["placement"].values()) == {"disk"}
     assert steps[0]["predicted_step_s"] == plan["step_s"] > 0
     assert {p.name for p in (output / "checkpoints").iterdir()} == {"step-000010", "step-000012"}
-    for words in ("parameters on disk", "written to swap", "update threads: 1", "predicted peaks"):
+    for words in ("parameters on disk", "I/O by threads", "written to swap", "update threads: 1", "predicted peaks"):
         assert words in out
     assert "step 12/12  loss" in out and " left  bottleneck " in out
     model = AutoModelForCausalLM.from_pretrained(output / "final")
@@ -275,6 +275,13 @@ def test_metrics_cut(tmp_path: Path) -> None:
         metrics.close()
         found = read_metrics(path)
         assert len(found) == kept + 1 and found[-1] == {"step": step + 1, "loss": None}
+
+
+def test_a_line_fits_beside_the_bar() -> None:
+    line: dict[str, Any] = {"loss": 12.3456, "grad_norm": 1.0, "lr": 1e-3, "tokens_per_s": 12345.6, "skipped": False}
+    line["bottleneck"] = "disk_write"
+    assert told(line, 3600, short=True) == "loss 12.3456  12,346 tokens/s  1:00:00 left  bottleneck disk_write"
+    assert "lr 0.001" in told(line, 3600) and "not finite" in told({**line, "skipped": True, "reason": "not finite"}, 1)
 
 
 def test_durations() -> None:
