@@ -1,256 +1,73 @@
 """From one record to token ids and a mask of what is trained.
 
-This room knows tokenizers and chat templates; files and lines are in `records.py`, counts and batches in `data.py`.
+This room knows tokenizers; templates are in `templates.py`, files and lines in `records.py`, counts in `data.py`.
 
 [Note: one tokenisation] A dialogue is rendered to text once by its template, that text is tokenised once, and the
 mask comes from the character offsets of the tokens.  Tokenising turn by turn and gluing the pieces is what makes
 masks drift elsewhere: a token that spans an edge of two pieces exists in one way and not in the other.  Special tokens
 come from the template alone (`add_special_tokens=False`).
 
-Where the answers stand in the rendered text is found by rendering again: the messages before an answer with the
-generation prompt, the messages up to it, and the messages up to it with a marker in place of the answer.  Its one
-trade-off: about three short renderings an answer (0.1 ms each) buy masks that need no `{% generation %}` in a template.
+[Note: shielded words] A user who writes `<|im_end|>` must not end a turn.  Such words in a message are replaced, before
+rendering, by as many private-use letters; so what the tokenizer then finds are the template's own special tokens.  The
+piece between two of them that holds a shielded word is tokenised again with its own letters as plain text.  The
+trade-off: a second look at those few records buys that all others are tokenised as they are.
 """
 
 from __future__ import annotations
 
-import difflib
+import json
+import re
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from offloadz.plan.errors import ConfigError
+from offloadz.train.forms import Completion, Dialogue, Message, RecordError
+from offloadz.train.templates import ChatTemplate, Span, assistant_spans, fixed_date_note, turn_end
 
 Ids = npt.NDArray[np.int32]
 Mask = npt.NDArray[np.bool_]
-Message = dict[str, str]
-Span = tuple[int, int]
-
-BUILT_IN_TEMPLATES: dict[str, str] = {
-    "chatml": (
-        "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
-    ),
-    "llama3": (
-        "{{ bos_token or '' }}{% for m in messages %}"
-        "{{ '<|start_header_id|>' + m['role'] + '<|end_header_id|>\\n\\n' + m['content'] | trim + '<|eot_id|>' }}"
-        "{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}"
-    ),
-    # Gemma and Mistral have no system turn: it goes in front of the first question.
-    "gemma": (
-        "{{ bos_token or '' }}{% set ns = namespace(first='') %}{% for m in messages %}"
-        "{% if m['role'] == 'system' %}{% if not loop.first %}"
-        "{{ raise_exception('a system message must come first') }}{% endif %}"
-        "{% set ns.first = (m['content'] | trim) + '\\n\\n' %}"
-        "{% elif m['role'] not in ['user', 'assistant'] %}"
-        "{{ raise_exception('the gemma template knows no role ' + m['role']) }}{% else %}"
-        "{{ '<start_of_turn>' + ('model' if m['role'] == 'assistant' else 'user') + '\\n' }}"
-        "{% if m['role'] == 'user' %}{{ ns.first }}{% set ns.first = '' %}{% endif %}"
-        "{{ (m['content'] | trim) + '<end_of_turn>\\n' }}{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}"
-    ),
-    "mistral": (
-        "{{ bos_token or '' }}{% set ns = namespace(first='') %}{% for m in messages %}"
-        "{% if m['role'] == 'system' %}{% if not loop.first %}"
-        "{{ raise_exception('a system message must come first') }}{% endif %}"
-        "{% set ns.first = m['content'] + '\\n\\n' %}"
-        "{% elif m['role'] == 'user' %}{{ '[INST] ' + ns.first + m['content'] + '[/INST]' }}{% set ns.first = '' %}"
-        "{% elif m['role'] == 'assistant' %}{{ ' ' + (m['content'] | trim) + (eos_token or '') }}"
-        "{% else %}{{ raise_exception('the mistral template knows no role ' + m['role']) }}{% endif %}{% endfor %}"
-    ),
-}
-
-# Llama's own templates print today's date unless they are given one: the same data would become other tokens tomorrow,
-# and a run resumed after midnight would not be the same run.  This is the date those templates themselves fall back to.
-_FIXED_DATE = "26 Jul 2024"
-# Stands in place of an answer to learn what a template writes before and after it.  Letters and digits only, so that no
-# filter (trim, tojson, escape) changes it.
-_MARKER = "Q7offloadzQ7answerQ7"
+Offsets = npt.NDArray[np.int64]
+Result = tuple[Ids, Mask] | RecordError
+_SHIELD = 0xF0000
+_SHIELDS = re.compile(f"[{chr(_SHIELD)}-{chr(_SHIELD + 0xFFFD)}]")
 
 
-class RecordError(ValueError):
-    """One record cannot become tokens; `data.py` adds file and line."""
+class Words:
+    """The special tokens of a tokenizer as words that may stand in a text by accident."""
 
-
-class ChatTemplate:
-    """A template with the tokenizer's special tokens filled in; `name` says where it came from."""
-
-    def __init__(self, text: str, name: str, special_tokens: dict[str, Any]):
-        """Compile `text`; a template that does not parse is a `ConfigError`."""
-        import jinja2
-
-        self.text, self.name = text, name
-        self._values = {**special_tokens, "date_string": _FIXED_DATE}
-        self.has_markers = "generation %}" in text or "generation -%}" in text
-        try:
-            self.render([{"role": "user", "content": "x"}], False)
-        except jinja2.TemplateSyntaxError as error:
-            raise ConfigError(
-                f"data.chat_template: {name} does not parse at line {error.lineno}: {error.message}; mend the template"
-            ) from error
-        except RecordError:
-            pass  # a template may refuse this dialogue; real ones are told apart with file and line
-
-    def render(self, messages: Sequence[Message], prompt: bool) -> str:
-        """The text of `messages`, with the beginning of an assistant's turn after it when `prompt`."""
-        return self._render(messages, prompt, markers=False)[0]
-
-    def render_marked(self, messages: Sequence[Message]) -> tuple[str, list[Span]]:
-        """The text of `messages` and the character spans inside the template's `{% generation %}` blocks."""
-        return self._render(messages, False, markers=True)
-
-    def _render(self, messages: Sequence[Message], prompt: bool, markers: bool) -> tuple[str, list[Span]]:
-        import jinja2
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        try:
-            rendered: Any = render_jinja_template(
-                conversations=[list(messages)],
-                chat_template=self.text,
-                add_generation_prompt=prompt,
-                return_assistant_tokens_mask=markers,
-                **self._values,
-            )
-        except jinja2.TemplateSyntaxError:
-            raise
-        except (jinja2.TemplateError, TypeError, LookupError, AttributeError, ValueError, ArithmeticError) as error:
-            raise RecordError(f"the chat template refuses it: {error}") from error
-        texts, spans = rendered
-        return str(texts[0]), [(int(a), int(b)) for a, b in spans[0]] if markers else []
-
-
-def find_template(tokenizer: Any, choice: str) -> ChatTemplate:
-    """The template that `data.chat_template = choice` means: a file, a built-in name, or "" for the tokenizer's own."""
-    special = {key: value for key, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}
-    known = " | ".join(BUILT_IN_TEMPLATES)
-    if choice in BUILT_IN_TEMPLATES:
-        return ChatTemplate(BUILT_IN_TEMPLATES[choice], f"built-in template {choice!r}", special)
-    if choice:
-        path = Path(choice).expanduser()
-        if not path.is_file():
-            near = difflib.get_close_matches(choice, list(BUILT_IN_TEMPLATES), 1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise ConfigError(
-                f"data.chat_template = {choice!r}: there is no such file and no such built-in ({known}){hint}"
-            )
-        try:
-            return ChatTemplate(path.read_text(encoding="utf-8-sig"), f"template file {choice}", special)
-        except UnicodeDecodeError as error:
-            raise ConfigError(f"data.chat_template = {choice!r} is not UTF-8 text: {error}") from error
-    try:
-        own = tokenizer.get_chat_template()
-    except ValueError as error:
-        raise ConfigError(
-            "data: records in the 'messages' form need a chat template and this tokenizer has none; "
-            f"set data.chat_template to a file or to one of the built-in ones: {known}"
-        ) from error
-    return ChatTemplate(own, "the tokenizer's own template", special)
-
-
-def _end_token(tail: str) -> str:
-    """What ends a turn: the tail without the line break behind it, which no model has to say to stop."""
-    return tail.rstrip() or tail
-
-
-def _around(template: ChatTemplate, messages: Sequence[Message], turn: int) -> tuple[str, str]:
-    """The text before and after answer `turn`, as the template writes them when it is the last message."""
-    marked = [*messages[:turn], {**messages[turn], "content": _MARKER}]
-    text = template.render(marked, False)
-    if text.count(_MARKER) != 1:
-        raise RecordError(
-            f"{template.name} writes the answer of message {turn + 1} {text.count(_MARKER)} times; once is needed"
+    def __init__(self, tokenizer: Any) -> None:
+        added = tokenizer.added_tokens_decoder
+        self.words = sorted(
+            {str(t) for t in added.values() if t.special and str(t)} | set(tokenizer.all_special_tokens)
         )
-    before, after = text.split(_MARKER)
-    if not after:
-        raise RecordError(
-            f"{template.name} writes nothing after an assistant's answer, so the model would never learn to stop; "
-            "set data.chat_template to one that ends its turns, or give the tokenizer an end token"
+        # The unknown token is what any letter may become: it says nothing of who wrote it.
+        self.ids = {i for i, token in added.items() if token.special} | set(tokenizer.all_special_ids)
+        self.ids.discard(tokenizer.unk_token_id)
+        by_length = sorted(self.words, key=len, reverse=True)
+        self._any = re.compile("|".join(map(re.escape, by_length))) if by_length else None
+        self._number = {word: number for number, word in enumerate(self.words)}
+
+    def within(self, text: str) -> bool:
+        """Whether one stands in `text`."""
+        return self._any is not None and self._any.search(text) is not None
+
+    def shielded(self, text: str) -> str:
+        """`text` with private-use letters, as many, in place of each; see [Note: shielded words]."""
+        if self._any is None:
+            return text
+        return self._any.sub(lambda m: chr(_SHIELD + self._number[m[0]]) * len(m[0]), text)
+
+    def bare(self, text: str) -> str:
+        """The text that was shielded."""
+        return re.sub(
+            f"({_SHIELDS.pattern})\\1*",
+            lambda m: self.words[ord(m[0][0]) - _SHIELD] * (len(m[0]) // len(self.words[ord(m[0][0]) - _SHIELD])),
+            text,
         )
-    return before, after
-
-
-def _try_render(template: ChatTemplate, messages: Sequence[Message], prompt: bool) -> str | None:
-    try:
-        return template.render(messages, prompt) if messages else None
-    except RecordError:
-        return None
-
-
-def _span_of_turn(template: ChatTemplate, messages: Sequence[Message], turn: int, full: str, floor: int) -> Span | None:
-    """Where answer `turn` stands in `full`: from behind its header to the end of what ends the turn; None: not found.
-
-    `floor` is the end of the answer before.  The start is where the generation prompt ends, since that is where a
-    model begins to write; where the prompt is no prefix of the dialogue, or the template has none, it is the answer's
-    own first character.
-    """
-    answer = messages[turn]["content"]
-    before, tail = _around(template, messages, turn)
-    end_token = _end_token(tail)
-    question = _try_render(template, messages[:turn], False)
-    prompt = _try_render(template, messages[:turn], True)
-    start = None
-    if prompt is not None and prompt != question and full.startswith(prompt) and len(prompt) >= floor:
-        start = len(prompt)
-    upto = full if turn == len(messages) - 1 else template.render(messages[: turn + 1], False)
-    if full.startswith(upto) and upto.endswith(tail):
-        # The usual template: what stands there does not depend on what follows.
-        if start is None and full.startswith(before):
-            # No prompt: a header is the template's, mere white space (Mistral's) is what the model writes first.
-            header = before.removeprefix(question) if question is not None else before
-            start = len(before) if header.strip() else len(before) - len(header)
-        if start is not None and floor <= start <= len(upto) - len(tail):
-            return start, len(upto) - len(tail) + len(end_token)
-    # A template that rewrites earlier turns (Qwen3 drops their thoughts): find the answer with its end behind it.
-    if question is not None and full.startswith(question):
-        floor = max(floor, len(question))
-    elif start is None:
-        return None
-    begin = floor if start is None else start
-    for written in (answer, answer.strip()):
-        at = full.find(written + end_token, begin)
-        if at >= 0 and (start is None or end_token not in full[start:at]):
-            return (at if start is None else start), at + len(written) + len(end_token)
-    at = full.find(end_token, begin) if start is not None and end_token.strip() else -1
-    if at > begin and answer.strip().endswith(full[begin:at].strip()):
-        return begin, at + len(end_token)
-    return None
-
-
-def assistant_spans(template: ChatTemplate, messages: Sequence[Message]) -> tuple[str, list[Span]]:
-    """Render a dialogue and find its answers.
-
-    Returns the whole text and one (start, end) of characters for each assistant message, in order, each including what
-    ends the turn.  Raises `RecordError` where neither prefixes nor `{% generation %}` blocks say where an answer is.
-    """
-    full = template.render(messages, False)
-    spans: list[Span] = []
-    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    for turn in turns:
-        span = _span_of_turn(template, messages, turn, full, spans[-1][1] if spans else 0)
-        if span is None:
-            return full, _spans_from_markers(template, messages, turns, full)
-        spans.append(span)
-    return full, spans
-
-
-def _spans_from_markers(
-    template: ChatTemplate, messages: Sequence[Message], turns: Sequence[int], full: str
-) -> list[Span]:
-    spans = template.render_marked(messages)[1] if template.has_markers else []
-    if len(spans) != len(turns):
-        raise RecordError(
-            f"{template.name} rewrites earlier turns, so the {len(turns)} answers cannot be found in its text "
-            f"({len(spans)} generation blocks); put {{% generation %}} ... {{% endgeneration %}} around the answer"
-        )
-    widened = []
-    for (start, end), turn in zip(spans, turns, strict=True):
-        end_token = _end_token(_around(template, messages, turn)[1])
-        widened.append((start, end + len(end_token) if full.startswith(end_token, end) else end))
-    return widened
 
 
 def mask_from_offsets(offsets: npt.NDArray[np.int64], spans: Sequence[Span]) -> Mask:
@@ -268,59 +85,152 @@ def mask_from_offsets(offsets: npt.NDArray[np.int64], spans: Sequence[Span]) -> 
 
 def tokenise_texts(texts: Sequence[str], tokenizer: Any) -> list[Ids]:
     """Ids of plain texts by the tokenizer's own rule, each ending with the end token exactly once."""
-    end = tokenizer.eos_token_id
-    if end is None:
-        raise ConfigError(
-            "data: records in the 'text' form end with the tokenizer's end token and it has none; "
-            "set eos_token in tokenizer_config.json"
-        )
+    end = _end_id(tokenizer)
     rows = tokenizer(list(texts), return_attention_mask=False, return_token_type_ids=False, verbose=False)["input_ids"]
-    ids = []
-    for row in rows:
-        last = len(row)
-        while last and row[last - 1] == end:
-            last -= 1
-        ids.append(np.asarray([*row[:last], end], dtype=np.int32))
-    return ids
+    return [np.asarray([*row[: _without_end(row, end)], end], dtype=np.int32) for row in rows]
 
 
-def tokenise_dialogues(
-    dialogues: Sequence[Sequence[Message]], tokenizer: Any, template: ChatTemplate, train_on: str
-) -> list[tuple[Ids, Mask] | RecordError]:
-    """Ids and mask of each dialogue, or the reason why it has none; `train_on` is assistant, last or all."""
-    if not getattr(tokenizer, "is_fast", False):
-        raise ConfigError(
-            f"data: {type(tokenizer).__name__} gives no character offsets, which masks of 'messages' records need; "
-            "use a model with a tokenizer.json"
-        )
-    rendered: list[tuple[str, list[Span]] | RecordError] = []
-    every = train_on == "all"
-    for messages in dialogues:
-        try:
-            rendered.append((template.render(messages, False), []) if every else assistant_spans(template, messages))
-        except RecordError as error:
-            rendered.append(error)
-    texts = [item[0] for item in rendered if not isinstance(item, RecordError)]
-    encoded = _encode(texts, tokenizer)
-    results: list[tuple[Ids, Mask] | RecordError] = []
-    for item in rendered:
-        if isinstance(item, RecordError):
-            results.append(item)
-            continue
-        ids, offsets = next(encoded)
-        spans = item[1][-1:] if train_on == "last" else item[1]
-        mask = np.ones(len(ids), dtype=np.bool_) if every else mask_from_offsets(offsets, spans)
-        results.append((ids, mask))
+def tokenise_completions(items: Sequence[Completion], tokenizer: Any, train_on: str) -> list[Result]:
+    """Ids and mask of prompts with their completions: one text by the tokenizer's own rule, ending with the end token.
+
+    Trained are the completion and the end token; with `train_on = "all"` everything.
+    """
+    end = _end_id(tokenizer)
+    _require_offsets(tokenizer)
+    texts = [item.prompt + item.completion for item in items]
+    results: list[Result] = []
+    for item, (ids, offsets) in zip(items, _encode(texts, tokenizer, specials=True), strict=True):
+        mask = mask_from_offsets(offsets, [(len(item.prompt), len(item.prompt) + len(item.completion))])
+        last = _without_end(ids.tolist(), end)
+        ids, mask = np.append(ids[:last], np.int32(end)), np.append(mask[:last], True)
+        results.append((ids, np.ones(len(ids), dtype=np.bool_) if train_on == "all" else mask))
     return results
 
 
-def _encode(texts: Sequence[str], tokenizer: Any) -> Iterator[tuple[Ids, npt.NDArray[np.int64]]]:
-    """Ids and (tokens, 2) character offsets of each rendered text, by one call of the tokenizer."""
+def _end_id(tokenizer: Any) -> int:
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(
+            "data: records that are plain text end with the tokenizer's end token and it has none; "
+            "set eos_token in tokenizer_config.json"
+        )
+    return int(tokenizer.eos_token_id)
+
+
+def _without_end(row: Sequence[int], end: int) -> int:
+    """How many ids there are before the end tokens at the end."""
+    last = len(row)
+    while last and row[last - 1] == end:
+        last -= 1
+    return last
+
+
+def _require_offsets(tokenizer: Any) -> None:
+    if not getattr(tokenizer, "is_fast", False):
+        raise ConfigError(
+            f"data: {type(tokenizer).__name__} gives no character offsets, which masks of answers need; "
+            "use a model with a tokenizer.json"
+        )
+
+
+def tokenise_dialogues(
+    dialogues: Sequence[Dialogue], tokenizer: Any, template: ChatTemplate, train_on: str, words: Words
+) -> list[Result]:
+    """Ids and mask of each dialogue, or the reason why it has none; `train_on` is assistant, last or all."""
+    _require_offsets(tokenizer)
+    rendered: list[tuple[str, list[Span]] | RecordError] = []
+    for dialogue in dialogues:
+        try:
+            rendered.append(_rendered(dialogue, template, train_on == "all", words))
+        except RecordError as error:
+            rendered.append(error)
+    encoded = _encode([item[0] for item in rendered if not isinstance(item, RecordError)], tokenizer)
+    return [item if isinstance(item, RecordError) else _masked(item, next(encoded), tokenizer, train_on, words)
+            for item in rendered]  # fmt: skip
+
+
+def _rendered(dialogue: Dialogue, template: ChatTemplate, whole: bool, words: Words) -> tuple[str, list[Span]]:
+    """The text of a dialogue, special words of its messages shielded, and where its answers stand."""
+    messages = [_shielded(message, words) for message in dialogue.messages]
+    if dialogue.tools and words.within(json.dumps(dialogue.tools, ensure_ascii=False)):
+        raise RecordError("'tools' hold a special token of the tokenizer written out; take it out")
+    bound = template.with_tools(dialogue.tools)
+    return (bound.render(messages, False), []) if whole else assistant_spans(bound, messages)
+
+
+def _shielded(message: Message, words: Words) -> Message:
+    if "tool_calls" in message and words.within(json.dumps(message["tool_calls"], ensure_ascii=False)):
+        raise RecordError("'tool_calls' hold a special token of the tokenizer written out; take it out")
+    content = message["content"]
+    if not words.within(content):
+        return message
+    if _SHIELDS.search(content):
+        raise RecordError("holds a special token written out beside letters of the private plane 15; take one out")
+    return {**message, "content": words.shielded(content)}
+
+
+def _masked(
+    item: tuple[str, list[Span]], encoded: tuple[Ids, Offsets], tokenizer: Any, train_on: str, words: Words
+) -> Result:
+    text, spans = item
+    ids, offsets = encoded
+    if _SHIELDS.search(text):
+        try:
+            ids, offsets = _unshielded(text, ids, offsets, tokenizer, words)
+        except RecordError as error:
+            return error
+    if train_on == "all":
+        return ids, np.ones(len(ids), dtype=np.bool_)
+    return ids, mask_from_offsets(offsets, spans[-1:] if train_on == "last" else spans)
+
+
+def _unshielded(text: str, ids: Ids, offsets: Offsets, tokenizer: Any, words: Words) -> tuple[Ids, Offsets]:
+    """The tokens of a shielded text with its own letters, none of them special that the template did not write."""
+    special = np.isin(ids, list(words.ids)) & (offsets[:, 1] > offsets[:, 0])
+    edges = [-1, *np.flatnonzero(special).tolist(), len(ids)]
+    pieces: list[tuple[Ids, Offsets]] = []
+    for before, after in pairwise(edges):
+        inside = slice(before + 1, after)
+        first = int(offsets[before, 1]) if before >= 0 else 0
+        last = int(offsets[after, 0]) if after < len(ids) else len(text)
+        part = text[first:last]
+        pieces.append(
+            _as_plain(part, ids[inside], first, tokenizer, words)
+            if _SHIELDS.search(part)
+            else (ids[inside], offsets[inside])
+        )
+        if after < len(ids):
+            pieces.append((ids[after : after + 1], offsets[after : after + 1]))
+    return np.concatenate([a for a, _ in pieces]), np.concatenate([b for _, b in pieces])
+
+
+def _as_plain(part: str, ids: Ids, first: int, tokenizer: Any, words: Words) -> tuple[Ids, Offsets]:
+    """A piece between two special tokens, with every word in it as plain text; offsets are those of the whole."""
+    alone, again = _encode([part, words.bare(part)], tokenizer, plain=True)
+    if not np.array_equal(alone[0], ids):
+        raise RecordError(
+            "holds a special token written out, and this tokenizer cuts a text differently at its start than behind a "
+            "special token, so that it cannot be made plain text; take it out"
+        )
+    if np.isin(again[0], list(words.ids)).any():
+        raise RecordError(
+            "holds a special token written out, for which this tokenizer knows no other tokens; take it out"
+        )
+    return again[0], again[1] + first
+
+
+def _encode(
+    texts: Sequence[str], tokenizer: Any, specials: bool = False, plain: bool = False
+) -> Iterator[tuple[Ids, Offsets]]:
+    """Ids and (tokens, 2) character offsets of each text, by one call of the tokenizer.
+
+    `specials`: the tokenizer adds its own, as it does to a plain text.  `plain`: words that spell one are no special.
+    """
     if not texts:
         return
     rows = tokenizer(
         list(texts),
-        add_special_tokens=False,
+        add_special_tokens=specials,
+        split_special_tokens=plain,
         return_offsets_mapping=True,
         return_attention_mask=False,
         return_token_type_ids=False,
@@ -334,9 +244,7 @@ def template_notes(template: ChatTemplate, tokenizer: Any) -> list[str]:
     """What a user should know about this template with this tokenizer; nothing here stops a run."""
     notes: list[str] = []
     try:
-        end = _end_token(
-            _around(template, [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}], 1)[1]
-        )
+        end = turn_end(template)
     except RecordError:
         return notes
     pieces = tokenizer(end, add_special_tokens=False)["input_ids"]
@@ -347,8 +255,4 @@ def template_notes(template: ChatTemplate, tokenizer: Any) -> list[str]:
             f"{template.name} ends a turn with {end!r}, which is {len(pieces)} tokens of this tokenizer: all are "
             "trained, but generation must stop on that text, not on a token"
         )
-    if "strftime_now" in template.text and "date_string" not in template.text:
-        notes.append(f"{template.name} prints the current date: the same data gives other tokens on another day")
-    elif "strftime_now" in template.text:
-        notes.append(f"{template.name} prints a date; {_FIXED_DATE} is used, so that runs repeat")
-    return notes
+    return notes + fixed_date_note(template)

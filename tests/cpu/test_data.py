@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerFast
 
 from offloadz.plan.errors import ConfigError
 from offloadz.train.data import Dataset, Loader, load_dataset, marked_pieces, read_records, tokenise
+from offloadz.train.forms import Dialogue
 from offloadz.train.tokens import mask_from_offsets
 
 SPECIAL = ["<s>", "</s>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
@@ -255,11 +256,28 @@ def test_end_of_turn_in_pieces_is_trained_and_noted(tmp_path: Path, tok: PreTrai
     assert any("'<|stop|>'" in note and "tokens of this tokenizer" in note for note in data.audit.notes)
 
 
-def test_special_tokens_written_by_a_user_are_noted(tmp_path: Path, tok: PreTrainedTokenizerFast) -> None:
-    files = write(tmp_path / "a.jsonl", [turns("u:a", "a:b"), turns(f"u:what is {E}?", "a:an end")])
+def test_special_tokens_written_by_a_user_are_plain_text(tmp_path: Path, tok: PreTrainedTokenizerFast) -> None:
+    """Words that spell a special token become none, at the edges of a message too; the mask does not move."""
+    question, answer = f"{E}what is {E}{E} or {S}é?", f"an {E}"
+    files = write(tmp_path / "a.jsonl", [turns("u:a", "a:b"), turns(f"u:{question}", f"a:{answer}", "u:a", "a:b")])
     data = load_dataset(files, tok, Cfg(chat_template="chatml"), len(tok))
-    assert shown(data, 1, tok).endswith("[[an end<|im_end|>]]\n")
-    assert any("1 record(s)" in note and "a.jsonl:2" in note for note in data.audit.notes)
+    assert shown(data, 1, tok) == (
+        f"{S}user\n{question}{E}\n{S}assistant\n[[{answer}{E}]]\n{S}user\na{E}\n{S}assistant\n[[b{E}]]\n"
+    )
+    start, end = tok.convert_tokens_to_ids([S, E])
+    ids = data[1][0].tolist()
+    assert (ids.count(start), ids.count(end)) == (4, 4)
+    assert any("1 dialogue(s)" in note and "a.jsonl:2" in note for note in data.audit.notes)
+
+
+def test_special_token_that_cannot_be_plain_text_is_an_error(tmp_path: Path) -> None:
+    """A tokenizer of whole words knows `</s>` as that token alone."""
+    tok = word_tokenizer()
+    files = write(tmp_path / "a.jsonl", [turns("u:a", "a:b"), turns("u:a </s>", "a:b")])
+    with pytest.raises(ConfigError, match=r"a\.jsonl:2: .*knows no other tokens"):
+        load_dataset(files, tok, Cfg(chat_template="chatml"), len(tok))
+    data = load_dataset(files, tok, Cfg(chat_template="chatml", on_bad="skip"), len(tok))
+    assert (len(data), data.audit.num_bad) == (1, 1)
 
 
 WORDS = st.text("abé日🙂 \n\t'<|>", min_size=1, max_size=12)
@@ -338,7 +356,7 @@ def test_g16_strict_lists_every_bad_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         read_records(g16(tmp_path / "g16.jsonl"), Cfg())
     head, *rows = str(caught.value).splitlines()
-    assert "7 bad line(s)" in head and "on_bad = 'skip'" in head
+    assert "7 bad record(s)" in head and "on_bad = 'skip'" in head
     got = {int(row.split("jsonl:")[1].split(":")[0]): row.split(": ", 1)[1] for row in rows}
     assert list(got) == [4, 7, 9, 11, 13, 15, 17]
     wanted = ["broken JSON at column", "blank line", "content of message 2 is empty", "message 2 has no 'content' key"]
@@ -349,10 +367,10 @@ def test_g16_strict_lists_every_bad_line(tmp_path: Path) -> None:
 
 def test_g16_skip_counts(tmp_path: Path, tok: PreTrainedTokenizerFast) -> None:
     data = load_dataset(g16(tmp_path / "g16.jsonl"), tok, Cfg(on_bad="skip", chat_template="chatml"), len(tok))
-    assert (data.audit.num_records, data.audit.num_bad, data.audit.num_samples, len(data)) == (13, 7, 13, 13)
+    assert (data.audit.num_records, data.audit.num_bad, data.audit.num_samples, len(data)) == (20, 7, 13, 13)
     assert data.source(12).endswith("g16.jsonl:20")
     text = "\n".join(data.audit.lines())
-    assert "7 bad lines skipped" in text and "g16.jsonl:15: the content of message 1" in text
+    assert "7 bad records skipped" in text and "g16.jsonl:15: the content of message 1" in text
 
 
 def test_twenty_are_listed_and_all_counted(tmp_path: Path) -> None:
@@ -369,7 +387,7 @@ def test_what_is_no_fault(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"text": "a"}\r\n{"text": "b", "id": 3}\r\n\r\n\n')
     records = read_records([str(path)], Cfg())
-    assert [(r.line, r.value) for r in records.items] == [(1, "a"), (2, "b")]
+    assert [(r.place.number, r.value) for r in records.items] == [(1, "a"), (2, "b")]
 
 
 def test_cut_off_file_says_where(tmp_path: Path) -> None:
@@ -443,32 +461,30 @@ def test_each_file_needs_a_record(tmp_path: Path) -> None:
 def test_forms(tmp_path: Path) -> None:
     """Each file has its own form; what is not built is refused by name, what could be two is asked about."""
     files = write(tmp_path / "t.jsonl", [{"text": "x"}]) + write(tmp_path / "m.jsonl", [turns("u:a", "a:b")])
-    assert [type(r.value) for r in read_records(files, Cfg()).items] == [str, list]
+    assert [type(r.value) for r in read_records(files, Cfg()).items] == [str, Dialogue]
     for record, match in [
-        ({"conversations": []}, "'sharegpt' form, which is not built yet; use 'messages' or 'text'"),
-        ({"instruction": "", "output": ""}, "'alpaca'"),
-        ({"prompt": "", "completion": ""}, "'prompt_completion'"),
+        ({"other": 1}, "none of the keys 'messages', 'text'"),
+        ({"text": "x", "conversations": []}, "could be sharegpt or text"),
         ({"text": "x", "messages": []}, "say which with data.format"),
     ]:
         with pytest.raises(ConfigError, match=match):
             read_records(write(tmp_path / "x.jsonl", [record]), Cfg())
     assert read_records(write(tmp_path / "x.jsonl", [{"text": "x", "prompt": 1}]), Cfg(format="text")).items
-    (tmp_path / "x.parquet").write_bytes(b"PAR1")
-    with pytest.raises(ConfigError, match=r"only \.jsonl files are built yet"):
-        read_records([str(tmp_path / "x.parquet")], Cfg())
+    (tmp_path / "x.csv").write_text("text\n")
+    with pytest.raises(ConfigError, match=r"must end in \.jsonl, \.json, \.parquet"):
+        read_records([str(tmp_path / "x.csv")], Cfg())
 
 
 @pytest.mark.parametrize(
     ("cfg", "match"),
     [
-        (Cfg(packing=True), "write packing = false"),
-        (Cfg(eval_share=0.1), "eval_share"),
-        (Cfg(format="sharegpt"), "data.format = 'sharegpt' is not built yet; use 'messages' or 'text'"),
+        (Cfg(eval_share=1.0), "eval_share"),
+        (Cfg(format="share_gpt"), "data.format = 'share_gpt': needed is one of auto, messages, text, sharegpt"),
         (Cfg(on_long="cut"), "drop, cut_left, cut_right, error"),
         (Cfg(max_length=1), "max_length = 1"),
     ],
 )
-def test_settings_not_built_are_refused(cfg: Cfg, match: str) -> None:
+def test_settings_without_a_meaning_are_refused(cfg: Cfg, match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         read_records(["does-not-matter.jsonl"], cfg)
 
