@@ -8,6 +8,7 @@ outer code, once per structure of inputs.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,18 +63,49 @@ def shapes_of(leaves: list[Any]) -> Shapes:
 
 
 def faked(body: Body, leaves: list[Any], spec: TreeSpec) -> tuple[Shapes, TreeSpec, list[Any]]:
-    """Shapes, structure and likenesses of a block's outputs, from a forward that computes nothing."""
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with mode, torch.no_grad():
-        weights = {
-            place.name: torch.empty(place.module._parameters[place.attribute].shape)  # type: ignore[union-attr]
-            for place in body.places
-        }
-        args, kwargs = tree_unflatten([mode.from_tensor(x) if isinstance(x, Tensor) else x for x in leaves], spec)
-        with body.lent(weights):
-            out, out_spec = tree_flatten(body.forward(*args, **kwargs))
+    """Shapes, structure and likenesses of a block's outputs, from a forward that computes nothing.
+
+    Where torch has no shape rule for the dtype at hand (grouped products of experts know bfloat16 only), bfloat16 is
+    asked about instead; the sizes are the same.
+    """
+    try:
+        out, out_spec = _asked(body, leaves, spec, torch.float32)
+    except (RuntimeError, NotImplementedError):
+        try:
+            out, out_spec = _asked(body, leaves, spec, torch.bfloat16)
+        except (RuntimeError, NotImplementedError) as error:
+            raise ConfigError(
+                f"{type(body.module).__name__}: what a micro-batch makes of it cannot be told without computing it"
+                f" ({str(error).splitlines()[0]}); set train.micro_batch_size = train.batch_size"
+            ) from error
     likeness = [(tuple(o.shape), o.dtype) if isinstance(o, Tensor) else o for o in out]
     return shapes_of(out), out_spec, likeness
+
+
+def _asked(body: Body, leaves: list[Any], spec: TreeSpec, dtype: torch.dtype) -> tuple[list[Any], TreeSpec]:
+    """A block's outputs under fake tensors with weights and fp32 inputs of `dtype`."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    log = logging.getLogger(FakeTensorMode.__module__)  # it prints a stack for every operator without a rule
+
+    def fake(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        made = mode.from_tensor(x)
+        return made.to(dtype) if x.dtype == torch.float32 else made
+
+    with mode, torch.no_grad():
+        weights = {
+            place.name: torch.empty(place.module._parameters[place.attribute].shape, dtype=dtype)  # type: ignore[union-attr]
+            for place in body.places
+        }
+        args, kwargs = tree_unflatten([fake(x) for x in leaves], spec)
+        before, log.disabled = log.disabled, True
+        try:
+            with body.lent(weights):
+                out, out_spec = tree_flatten(body.forward(*args, **kwargs))
+        finally:
+            log.disabled = before
+        return [x.to(torch.float32) if isinstance(x, Tensor) and x.dtype == dtype else x for x in out], out_spec
 
 
 def _zeros(like: Any) -> Any:

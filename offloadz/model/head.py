@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import linear
 
 from offloadz.model.body import Body
 from offloadz.model.stage import Stage, Tile
@@ -37,7 +38,7 @@ class HeadSeat:
         spec = stage.session.spec
         self.units = spec.seats[index].units
         self.trainable = any(spec.units[u].trainable for u in self.units)
-        self.weight_name = body.places[0].name
+        self.parameter_names = [place.name for place in body.places]
         last = spec.units[self.units[-1]].sections[0].members[0]
         self.num_words = last.first_row + last.shape[0]
         body.stand_in(self.__call__)
@@ -72,7 +73,7 @@ class HeadSeat:
     def _fill(self, op: Op, hidden: Tensor, out: Tensor) -> None:
         tile = self.opened(op, False)
         with torch.no_grad():
-            out[..., tile.first_row : tile.first_row + len(tile.weight)] = hidden @ tile.weight.t()
+            out[..., tile.first_row : tile.first_row + len(tile.weight)] = linear(hidden, tile.weight, tile.bias)
 
     def backward(self, turn: Turn, hidden: Tensor, grad: Tensor) -> Tensor:
         """Gradient of whole logits: into each tile's slot, and to the hidden state."""
@@ -94,18 +95,25 @@ class HeadSeat:
     def opened(self, op: Op, with_slope: bool) -> Tile:
         """The tile whose turn it is; adds to its gradient count as touching the table."""
         room = self.stage.session.room
-        member = room.spec.units[op.unit].sections[0].members[0]
-        weight = room.weights(op.unit, op.reads[0])[0].view(member.shape)
-        if not with_slope:
-            return Tile(weight, None, member.first_row)
-        self.stage.touched.add(self.weight_name)
-        return Tile(weight, room.slopes(op.unit, op.reads[-1])[0].view(member.shape), member.first_row)
+        sections = room.spec.units[op.unit].sections
+        member = sections[0].members[0]
+        weight, *bias = room.weights(op.unit, op.reads[0])
+        tile = Tile(weight.view(member.shape), None, member.first_row, *bias)
+        if with_slope:
+            self.stage.touched.update(self.parameter_names)
+            slopes = room.slopes(op.unit, op.reads[-1])
+            tile.slope = slopes[0].view(member.shape) if sections[0].trainable else None
+            tile.bias_slope = slopes[1] if bias and sections[1].trainable else None
+        return tile
 
 
 def add_slope(tile: Tile, grad: Tensor, hidden: Tensor) -> None:
-    """slope += grad^T hidden, in place."""
+    """slope += grad^T hidden, and the bias's += the sum of grad, in place."""
+    rows = grad.reshape(-1, grad.shape[-1])
     if tile.slope is not None:
-        tile.slope.addmm_(grad.reshape(-1, grad.shape[-1]).t(), hidden.reshape(-1, hidden.shape[-1]))
+        tile.slope.addmm_(rows.t(), hidden.reshape(-1, hidden.shape[-1]))
+    if tile.bias_slope is not None:
+        tile.bias_slope.add_(rows.sum(0))
 
 
 class _TileProduct(torch.autograd.Function):
@@ -115,7 +123,7 @@ class _TileProduct(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, tile: Tile) -> Tensor:
         ctx.save_for_backward(hidden)
         ctx.tile = tile
-        return hidden @ tile.weight.t()
+        return linear(hidden, tile.weight, tile.bias)
 
     @staticmethod
     @once_differentiable

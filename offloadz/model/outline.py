@@ -57,7 +57,7 @@ def outline(
         infos,
         prefixes,
         [TableInfo(n, names[id(m.weight)]) for n, m in tables.items()],
-        [TableInfo(n, names[id(m.weight)]) for n, m in heads.items()],
+        [TableInfo(n, names[id(m.weight)], names[id(m.bias)] if m.bias is not None else "") for n, m in heads.items()],
         dtype=dtype,
         order=order,
         keep_float32=keep_float32,
@@ -125,20 +125,11 @@ def _check_shared(model: nn.Module, prefixes: Sequence[str], names: dict[int, st
 
 
 def _heads(model: nn.Module, outer: dict[str, nn.Module], tables: dict[str, nn.Module]) -> dict[str, Any]:
-    """The output layer of a causal model, and any linear layer that shares a table's weight; biased ones stay modules."""
+    """The output layer of a causal model, and any linear layer that shares a table's weight."""
     out = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     shared = {id(m.weight) for m in tables.values()}
-    heads = {}
-    for name, module in outer.items():
-        tied = isinstance(module, nn.Linear) and id(module.weight) in shared
-        if isinstance(module, nn.Linear) and (module is out or tied):
-            if module.bias is None:
-                heads[name] = module
-            elif tied:
-                raise ConfigError(
-                    f"{name}: an output layer with a bias whose weight is tied is not built; remove the bias or untie it"
-                )
-    return heads
+    linear = {name: module for name, module in outer.items() if isinstance(module, nn.Linear)}
+    return {name: module for name, module in linear.items() if module is out or id(module.weight) in shared}
 
 
 def _twins(outer: dict[str, nn.Module], taken: set[str], names: dict[int, str]) -> dict[str, str]:

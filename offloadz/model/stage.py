@@ -35,11 +35,16 @@ class RootCall:
 
 @dataclass
 class Tile:
-    """A vocabulary tile in the slot: weights (rows, width), the slot its gradient goes to, and its first row."""
+    """A vocabulary tile in the slot: weights (rows, width), the slot its gradient goes to, and its first row.
+
+    `bias` (rows) and its slot where the head has one.  A slot is None where nothing is trained.
+    """
 
     weight: Tensor
     slope: Tensor | None
     first_row: int
+    bias: Tensor | None = None
+    bias_slope: Tensor | None = None
 
 
 @dataclass

@@ -88,7 +88,7 @@ class TableSeat:
         for unit in self.units:
             owner = room.spec.units[unit]
             first_row = owner.sections[0].members[0].first_row
-            for k, part in enumerate(owner.parts):
+            for k, part in enumerate(p for p in owner.parts if p.section == 0):  # a tied head's bias has no rows
                 lo, hi = (first_row + e // self.width for e in (part.start, part.stop))
                 a, b = torch.searchsorted(wanted, torch.tensor([lo, hi])).tolist()
                 if a == b:
@@ -126,7 +126,10 @@ class TableSeat:
 
     def scatter(self, op: Op) -> None:
         """Add the kept rows to the gradient of one tile."""
-        member = self.stage.session.spec.units[op.unit].sections[0].members[0]
+        section = self.stage.session.spec.units[op.unit].sections[0]
+        if not section.trainable:  # only a tied head's bias is
+            return
+        member = section.members[0]
         slope = self.stage.session.room.slopes(op.unit, op.reads[-1])[0].view(member.shape)
         for wanted, rows in self.stage.rows_due.get(self.index, []):
             a, b = torch.searchsorted(

@@ -153,9 +153,10 @@ def _spec(
     if head and is_tied(config) and tables:
         params = [p for p in params if p not in head]  # a file may hold both names of one tensor
         head = []
-    heads = [TableInfo(p.module, p.name) for p in head]
+    biases = {p.module: p.name for p in params if p.name.endswith(".bias")}
+    heads = [TableInfo(p.module, p.name, biases.get(p.module, "")) for p in head]
     if not heads and tables:
-        heads = [TableInfo("lm_head", tables[0].name)]
+        heads = [TableInfo("lm_head", tables[0].name, biases.get("lm_head", ""))]
     seats = [TableInfo(p.module, p.name) for p in tables]
     return make_spec(
         params, blocks, seats, heads, dtype=dtype, keep_float32=keep_float32, freeze=freeze, config=config

@@ -48,11 +48,13 @@ class ParamInfo:
 class TableInfo:
     """A table that is looked up by ids, or a head that multiplies with one: the seat's name and its weight's.
 
-    A head whose weight is a table's weight is tied to it: both seats use the same units.
+    A head whose weight is a table's weight is tied to it: both seats use the same units.  `bias`: the name of a head's
+    bias, of which each tile holds the words of its rows; empty: none.
     """
 
     seat: str
     weight: str
+    bias: str = ""
 
 
 def make_spec(
@@ -85,11 +87,12 @@ def make_spec(
     settled = [_settle(p, dtype, keep_float32, freeze) for p in params]
     by_name = {p.name: p for p in settled}
     looked_up = {t.weight for t in (*tables, *heads)}
+    biases = {t.weight: by_name[t.bias] for t in heads if t.bias}
     _check_tables(by_name, tables, heads)
 
-    groups = _group(settled, block_prefixes, looked_up)
+    groups = _group(settled, block_prefixes, looked_up | {bias.name for bias in biases.values()})
     largest = max((sum(p.num_elements for p in groups[b]) for b in block_prefixes), default=0)
-    tiles = {w: _tiles(by_name[w], tile_elements(largest)) for w in looked_up}
+    tiles = {w: _tiles(by_name[w], biases.get(w), tile_elements(largest)) for w in looked_up}
     seats: dict[str, tuple[str, list[Unit]]] = {}
     for table in tables:
         seats[table.seat] = ("table", tiles[table.weight])
@@ -151,9 +154,13 @@ def _check_tables(by_name: Mapping[str, ParamInfo], tables: Sequence[TableInfo],
         if len(param.shape) != 2 or 0 in param.shape:
             raise ValueError(f"{table.weight} has shape {param.shape}; needed: a table of two axes")
     for head in heads:
-        bias = f"{head.seat}.bias"
-        if bias in by_name:
-            raise ConfigError(f"{bias}: a head with a bias is not built; needed: a head that is one product")
+        if f"{head.seat}.bias" in by_name and not head.bias:
+            raise ValueError(f"{head.seat}.bias is a parameter of a head that was told of without it")
+        others = [h for h in heads if h.weight == head.weight and h.bias != head.bias]
+        if others:
+            raise ConfigError(
+                f"{head.seat} and {others[0].seat} share a weight and differ in their bias; such heads are not built, untie them"
+            )
 
 
 def _group(params: Sequence[ParamInfo], blocks: Sequence[str], looked_up: set[str]) -> dict[str, list[ParamInfo]]:
@@ -198,8 +205,11 @@ def _sections(params: Sequence[ParamInfo]) -> tuple[Section, ...]:
     return tuple(sections)
 
 
-def _tiles(param: ParamInfo, most: int) -> list[Unit]:
-    """A table cut into tiles of whole rows of nearly equal number, `most` elements at most (one row at least)."""
+def _tiles(param: ParamInfo, bias: ParamInfo | None, most: int) -> list[Unit]:
+    """A table cut into tiles of whole rows of nearly equal number, `most` elements at most (one row at least).
+
+    A bias is cut alike and lies in a section of its own, so that the parts of the first are whole rows.
+    """
     rows, width = param.shape
     per_tile = max(1, most // width)
     num_tiles = -(-rows // per_tile)
@@ -208,8 +218,10 @@ def _tiles(param: ParamInfo, most: int) -> list[Unit]:
     for first in range(0, rows, per_tile):
         last = min(first + per_tile, rows)
         member = Member(param.name, (last - first, width), 0, first)
-        section = Section(param.dtype, param.trainable, (member,))
-        units.append(Unit(f"{param.name}[{first}:{last}]", "tile", (section,)))
+        sections = [Section(param.dtype, param.trainable, (member,))]
+        if bias is not None:
+            sections.append(Section(bias.dtype, bias.trainable, (Member(bias.name, (last - first,), 0, first),)))
+        units.append(Unit(f"{param.name}[{first}:{last}]", "tile", tuple(sections)))
     return units
 
 

@@ -140,10 +140,26 @@ def test_what_cannot_be_meant_is_refused(more: dict[str, object], text: str) -> 
         toy(**more)  # type: ignore[arg-type]
 
 
-def test_a_head_with_a_bias_and_a_table_inside_a_block_are_refused_by_name() -> None:
+def test_each_tile_of_a_head_holds_its_words_of_the_bias() -> None:
+    rows = 2 * MAX_TILE_ELEMENTS // 512
+    params = [ParamInfo("layers.0.a", (MAX_TILE_ELEMENTS,)), ParamInfo("head.weight", (rows, 512))]
+    params.append(ParamInfo("head.bias", (rows,)))
+    head = TableInfo("head", "head.weight", "head.bias")
+    spec = make_spec(params, ["layers.0"], [], [head], dtype="bfloat16", keep_float32=["head.bias"], freeze=["head.w*"])
+    tiles = [spec.units[u] for u in spec.seats[-1].units]
+    assert [(m.name, m.shape, m.first_row) for u in tiles for s in u.sections for m in s.members] == [
+        ("head.weight", (rows // 2, 512), 0), ("head.bias", (rows // 2,), 0),
+        ("head.weight", (rows // 2, 512), rows // 2), ("head.bias", (rows // 2,), rows // 2),
+    ]  # fmt: skip
+    assert [(s.dtype, s.trainable) for s in tiles[0].sections] == [("bfloat16", False), ("float32", True)]
+    with pytest.raises(ValueError, match=r"head\.bias is a parameter of a head that was told of without it"):
+        make_spec(params, ["layers.0"], [], [TableInfo("head", "head.weight")], dtype="float32")
+    with pytest.raises(ConfigError, match="head and other share a weight and differ in their bias"):
+        make_spec(params, ["layers.0"], [], [head, TableInfo("other", "head.weight")], dtype="float32")
+
+
+def test_a_table_inside_a_block_is_refused_by_name() -> None:
     head = [ParamInfo("layers.0.a", (2, 2)), ParamInfo("head.weight", (9, 2)), ParamInfo("head.bias", (9,))]
-    with pytest.raises(ConfigError, match=r"head\.bias: a head with a bias is not built"):
-        make_spec(head, ["layers.0"], [], [TableInfo("head", "head.weight")], dtype="float32")
     with pytest.raises(ConfigError, match=r"layers\.0\.a: a table inside a block"):
         make_spec(head[:2], ["layers.0"], [TableInfo("layers.0", "layers.0.a")], [], dtype="float32")
 
