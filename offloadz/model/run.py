@@ -21,6 +21,7 @@ from offloadz.memory.flat import spans
 from offloadz.model.blocks import BlockSeat
 from offloadz.model.head import HeadSeat, LossHead
 from offloadz.model.optimizer import RunOptimizer
+from offloadz.model.packed import require_apart
 from offloadz.model.stage import Stage
 from offloadz.model.tables import TableSeat
 from offloadz.plan.errors import ConfigError, DoesNotFit
@@ -92,6 +93,7 @@ class Run:
         a scalar tensor.  Raises before anything is updated; weights are then as before the step.
         """
         self._check_open()
+        require_apart(self.stage, self.loss_head.base if self.loss_head else self.model, batch)
         self.session.begin_step()
         self._give_up_rows()
         self._open_step()
@@ -369,6 +371,7 @@ def token_logprobs(model: nn.Module | Run, batch: Batch) -> Tensor:
     if run is None or run.loss_head is None:
         raise ConfigError("token_logprobs needs a model under offloadz.offload with an output layer")
     run._check_open()
+    require_apart(run.stage, run.loss_head.base, batch)
     return run.loss_head.token_logprobs(dict(batch))
 
 
