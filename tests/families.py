@@ -49,7 +49,10 @@ FAMILIES: dict[str, Family] = {
         "Qwen2Config", "Qwen2ForCausalLM", {"tie_word_embeddings": True}, special="tied; bias on queries, keys, values"
     ),
     "qwen3": Family(
-        "Qwen3Config", "Qwen3ForCausalLM", {"head_dim": 12, "tie_word_embeddings": True}, special="tied; norms on queries and keys"
+        "Qwen3Config",
+        "Qwen3ForCausalLM",
+        {"head_dim": 12, "tie_word_embeddings": True},
+        special="tied; norms on queries and keys",
     ),
     "gemma2": Family(
         "Gemma2Config",
@@ -72,9 +75,14 @@ FAMILIES: dict[str, Family] = {
         special="head with a bias; attention beside feed-forward",
     ),
     "phi3": Family(
-        "Phi3Config", "Phi3ForCausalLM", {**ENDS, **QUIET, "sliding_window": WINDOW}, special="fused projections, window"
+        "Phi3Config",
+        "Phi3ForCausalLM",
+        {**ENDS, **QUIET, "sliding_window": WINDOW},
+        special="fused projections, window",
     ),
-    "gpt2": Family("GPT2Config", "GPT2LMHeadModel", {**QUIET, "attn_pdrop": 0.0, **ENDS}, GPT2, "tied; learned positions"),
+    "gpt2": Family(
+        "GPT2Config", "GPT2LMHeadModel", {**QUIET, "attn_pdrop": 0.0, **ENDS}, GPT2, "tied; learned positions"
+    ),
     "gpt_neox": Family("GPTNeoXConfig", "GPTNeoXForCausalLM", QUIET, special="attention beside feed-forward"),
     "granite": Family(
         "GraniteConfig",
@@ -83,7 +91,10 @@ FAMILIES: dict[str, Family] = {
         special="scales on embedding, scores, residuals and logits",
     ),
     "cohere": Family(
-        "CohereConfig", "CohereForCausalLM", {"logit_scale": 0.3, "use_qk_norm": True, **ENDS}, special="tied; scaled logits"
+        "CohereConfig",
+        "CohereForCausalLM",
+        {"logit_scale": 0.3, "use_qk_norm": True, **ENDS},
+        special="tied; scaled logits",
     ),
     "cohere2": Family(
         "Cohere2Config",
@@ -96,6 +107,9 @@ FAMILIES: dict[str, Family] = {
         "Qwen3MoeConfig", "Qwen3MoeForCausalLM", {**MIXED, "norm_topk_prob": True}, special="mixture of experts"
     ),
     "mixtral": Family(
-        "MixtralConfig", "MixtralForCausalLM", {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 72}, special="mixture of experts"
+        "MixtralConfig",
+        "MixtralForCausalLM",
+        {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 72},
+        special="mixture of experts",
     ),
 }

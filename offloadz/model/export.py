@@ -11,6 +11,7 @@ import copy
 import json
 import shutil
 from collections.abc import Iterator, Mapping
+from math import prod
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 
 from offloadz.memory.flat import DTYPES, spans
 from offloadz.model.aside import appearing, clean_leftovers, require_room, write_text
+from offloadz.model.conversion import Cut, Layout
 from offloadz.model.files import StreamReader, StreamWriter
 from offloadz.model.manifest import BUFFERS, MODEL, WEIGHTS, read_manifest, verify
 from offloadz.model.sources import INDEX_FILE, SINGLE_FILE
@@ -50,6 +52,8 @@ class Stock(Protocol):
 
     written: dict[str, str]
     """Name in the exported files -> canonical name."""
+    cuts: dict[str, Cut]
+    """Which elements of it, for names that hold a part."""
     storage: dict[str, tuple[Shape, str]]
     """Canonical name -> logical shape and the dtype in which its working weight is kept."""
 
@@ -58,6 +62,10 @@ class Stock(Protocol):
         ...
 
     def buffers(self) -> dict[str, Tensor]: ...
+
+    def buffer_name(self, name: str) -> str:
+        """What exported files call a buffer."""
+        ...
 
     def write_small_files(self, directory: Path, dtype: str | None) -> None:
         """config.json (for `dtype`, or as it is), generation_config.json, tokenizer."""
@@ -81,8 +89,8 @@ def export(run_or_checkpoint: Any, out: str | Path, dtype: str | None = None, sh
         raise ConfigError(f"dtype is {dtype}; an export is bfloat16 or float32")
     out = Path(out)
     _require_free_name(out)
-    buffers = stock.buffers()
-    entries = {name: (exported_dtype(stock, of, dtype), stock.storage[of][0]) for name, of in stock.written.items()}
+    buffers = {stock.buffer_name(name): buffer for name, buffer in stock.buffers().items()}
+    entries = {name: (exported_dtype(stock, of, dtype), _shape(stock, name)) for name, of in stock.written.items()}
     entries |= {name: (buffer.dtype, tuple(buffer.shape)) for name, buffer in buffers.items()}
     require_room(out.parent, sum(_size(*entry) for entry in entries.values()), "an export")
     clean_leftovers(out.parent, out.name)
@@ -147,6 +155,7 @@ class RunStock(Stock):
         self._session, self._model = run.session, run.model
         self._names: Names = names_of(self._model)
         self.written: dict[str, str] = self._names.written
+        self.cuts: dict[str, Cut] = self._names.cuts
         self.tensors = logical_tensors(self._session.spec.units)
         self.storage: dict[str, tuple[Shape, str]] = {
             name: (shape, kept) for name, (shape, kept, _) in self.tensors.items()
@@ -164,6 +173,9 @@ class RunStock(Stock):
 
     def buffers(self) -> dict[str, Tensor]:
         return {name: buffer.detach().cpu() for name, buffer in self.buffers_in_place().items()}
+
+    def buffer_name(self, name: str) -> str:
+        return self._names.buffer_names[name]
 
     def buffers_in_place(self) -> dict[str, Tensor]:
         """The model's own persistent buffers, not copies."""
@@ -187,6 +199,8 @@ class CheckpointStock(Stock):
         verify(directory, told)
         self._directory = directory
         self.written: dict[str, str] = told["written"]
+        self.cuts: dict[str, Cut] = {name: Cut.from_told(cut) for name, cut in told.get("cuts", {}).items()}
+        self._buffer_names: dict[str, str] = told.get("buffer_names", {})
         self.storage: dict[str, tuple[Shape, str]] = {
             name: (tuple(e["shape"]), e["storage"]) for name, e in told["parameters"].items()
         }
@@ -203,6 +217,9 @@ class CheckpointStock(Stock):
     def buffers(self) -> dict[str, Tensor]:
         with StreamReader(self._directory / BUFFERS) as reader:
             return {name: reader.read(name).view(entry.shape) for name, entry in reader.entries.items()}
+
+    def buffer_name(self, name: str) -> str:
+        return self._buffer_names.get(name, name)
 
     def write_small_files(self, directory: Path, dtype: str | None) -> None:
         for path in (self._directory / MODEL).iterdir():
@@ -256,15 +273,13 @@ def _write_weights(
     """All shards at once, each tensor streamed to every name it is written under; then read back and compared."""
     shards = _shards(entries, shard_bytes)
     where = {name: file for file, names in shards.items() for name in names}
-    named: dict[str, list[str]] = {}
-    for name, of in stock.written.items():
-        named.setdefault(of, []).append(name)
+    layout = Layout(stock.written, stock.cuts, {of: prod(shape) for of, (shape, _) in stock.storage.items()})
     metadata = {"format": "pt", "writer": "offloadz"}
     writers = {f: StreamWriter(directory / f, {n: entries[n] for n in ns}, metadata) for f, ns in shards.items()}
     try:
         for of, start, flat in stock.pieces(dtype):
-            for name in named[of]:
-                writers[where[name]].write(name, start, flat)
+            for name, at, piece in layout.spread(of, start, flat):
+                writers[where[name]].write(name, at, piece)
         for name, buffer in buffers.items():
             writers[where[name]].write(name, 0, buffer.reshape(-1))
         for writer in writers.values():
@@ -291,6 +306,11 @@ def _shards(entries: Mapping[str, tuple[torch.dtype, Shape]], shard_bytes: float
     if len(groups) == 1:
         return {SINGLE_FILE: groups[0]}
     return {f"model-{i:05}-of-{len(groups):05}.safetensors": names for i, names in enumerate(groups, 1)}
+
+
+def _shape(stock: Stock, name: str) -> Shape:
+    """Shape of a tensor in the exported files."""
+    return stock.cuts[name].shape if name in stock.cuts else stock.storage[stock.written[name]][0]
 
 
 def _size(dtype: torch.dtype, shape: Shape) -> int:

@@ -12,12 +12,14 @@ import json
 import re
 import weakref
 from collections.abc import Iterable, Mapping
+from math import prod
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
+from offloadz.model.conversion import Layout, file_names
 from offloadz.model.files import PIECE_ELEMENTS, StreamReader
 from offloadz.plan.errors import ConfigError, DamagedState
 
@@ -97,20 +99,33 @@ class FileSource:
         self._place = {name: reader for reader in self._readers for name in reader.entries}
         buffers = persistent_buffers(model)
         self._groups = tie_groups(model)
-        wanted = {alias for names in self._groups.values() for alias in names} | set(buffers)
+        aliases = [alias for names in self._groups.values() for alias in names]
+        shapes = {alias: tuple(model.get_parameter(alias).shape) for alias in aliases}
+        shapes |= {name: tuple(buffer.shape) for name, buffer in buffers.items()}
+        converted, cuts = file_names(model, shapes)
+        wanted = {*shapes, *converted}
         self._on_disk = _match_names(self._place, wanted, str(getattr(model, "base_model_prefix", "")))
-        shapes = {alias: model.get_parameter(alias).shape for names in self._groups.values() for alias in names}
-        shapes |= {name: buffer.shape for name, buffer in buffers.items()}
-        self._check({name: tuple(shape) for name, shape in shapes.items()}, buffers, model)
+        # A tensor may also lie in a file as the module has it.
+        written = {name: name for name in shapes if name in self._on_disk}
+        written |= {file: name for file, name in converted.items() if name not in written}
+        cuts = {file: cut for file, cut in cuts.items() if file in written}
+        self._layout = Layout(written, cuts, {name: prod(shape) for name, shape in shapes.items()})
+        self._files: dict[str, list[str]] = {}
+        for file, name in written.items():
+            self._files.setdefault(name, []).append(file)
+        self._check({f: cuts[f].shape if f in cuts else shapes[n] for f, n in written.items()}, buffers, model)
         self._shapes = shapes_of(model)
 
     def names(self) -> dict[str, tuple[int, ...]]:
         return dict(self._shapes)
 
     def read(self, name: str, start_element: int, count: int) -> torch.Tensor:
-        found = next(alias for alias in self._groups.get(name, [name]) if alias in self._on_disk)
-        disk_name = self._on_disk[found]
-        return self._place[disk_name].read(disk_name, start_element, count)
+        found = next(alias for alias in self._groups.get(name, [name]) if self._held(alias))
+        met = [
+            self._read_run(place.file_name, place.at + low - place.start, high - low)
+            for place, low, high in self._layout.within(found, start_element, start_element + count)
+        ]
+        return met[0] if len(met) == 1 else torch.cat(met)
 
     def release(self, name: str) -> None:
         """Nothing is held."""
@@ -118,7 +133,7 @@ class FileSource:
     def differing_ties(self) -> list[tuple[str, str]]:
         """(canonical name, alias) of tied parameters that the files hold twice with different values."""
         pairs = [(name, alias) for name, aliases in self._groups.items() for alias in aliases[1:]]
-        both = [pair for pair in pairs if pair[0] in self._on_disk and pair[1] in self._on_disk]
+        both = [pair for pair in pairs if self._held(pair[0]) and self._held(pair[1])]
         return [pair for pair in both if not self._equal(*pair)]
 
     def untie(self, name: str, alias: str) -> None:
@@ -130,15 +145,23 @@ class FileSource:
     def fill_buffers(self, buffers: Mapping[str, torch.Tensor]) -> None:
         """Copy persistent buffers from the files, in the buffers' own dtypes."""
         for name, buffer in buffers.items():
-            if name in self._on_disk:
+            if self._held(name):
                 buffer.copy_(self.read(name, 0, buffer.numel()).view(buffer.shape))
 
     def close(self) -> None:
         for reader in self._readers:
             reader.close()
 
+    def _held(self, name: str) -> bool:
+        """Whether files hold all of a tensor."""
+        return all(file in self._on_disk for file in self._files[name])
+
+    def _read_run(self, file_name: str, start: int, count: int) -> torch.Tensor:
+        name = self._on_disk[file_name]
+        return self._place[name].read(name, start, count)
+
     def _equal(self, name: str, alias: str) -> bool:
-        first, second = self._on_disk[name], self._on_disk[alias]
+        first, second = (self._on_disk[self._files[n][0]] for n in (name, alias))
         total = self._place[first].entries[first].num_elements
         for start in range(0, total, PIECE_ELEMENTS):
             count = min(PIECE_ELEMENTS, total - start)
@@ -148,11 +171,13 @@ class FileSource:
         return True
 
     def _check(self, shapes: Mapping[str, tuple[int, ...]], buffers: Iterable[str], model: nn.Module) -> None:
-        entries = {name: self._place[disk].entries[disk] for name, disk in self._on_disk.items()}
-        needed = [*([name, *aliases[1:]] for name, aliases in self._groups.items()), *([name] for name in buffers)]
-        missing = [names[0] for names in needed if not any(name in self._on_disk for name in names)]
+        used = {file: disk for file, disk in self._on_disk.items() if file in shapes}
+        entries = {file: self._place[disk].entries[disk] for file, disk in used.items()}
+        needed = [*self._groups.values(), *([name] for name in buffers)]
+        lacking = [names[0] for names in needed if not any(self._held(name) for name in names)]
+        missing = [file for name in lacking for file in self._files[name] if file not in self._on_disk]
         missing = _not_ignored(missing, model, "_keys_to_ignore_on_load_missing", ())
-        known = set(self._on_disk.values())
+        known = set(used.values())
         extra = [name for name in self._place if name not in known]
         extra = _not_ignored(extra, model, "_keys_to_ignore_on_load_unexpected", (r"rotary_emb\.inv_freq",))
         wrong = [
@@ -160,15 +185,12 @@ class FileSource:
             for name, entry in entries.items()
             if entry.shape != shapes[name]
         ]
-        wrong += [
-            f"{name} is {e.dtype}" for name, e in entries.items() if name not in buffers and e.dtype not in FLOATS
-        ]
+        plain = {file for name in buffers for file in self._files[name]}
+        wrong += [f"{name} is {e.dtype}" for name, e in entries.items() if name not in plain and e.dtype not in FLOATS]
         told = [f"missing: {_some(missing)}"] * bool(missing) + [f"extra: {_some(extra)}"] * bool(extra)
         told += [f"misshapen: {_some(wrong)}"] * bool(wrong)
         if told:
-            raise ConfigError(
-                f"the weights in {self.directory} are not this model's; {'; '.join(told)}{_renamed(model)}"
-            )
+            raise ConfigError(f"the weights in {self.directory} are not this model's; {'; '.join(told)}")
 
 
 class RandomSource:
@@ -314,16 +336,6 @@ def _match_names(on_disk: Iterable[str], wanted: set[str], prefix: str) -> dict[
 def _not_ignored(names: list[str], model: nn.Module, attribute: str, more: tuple[str, ...]) -> list[str]:
     patterns = [*(getattr(model, attribute, None) or ()), *more]
     return [name for name in names if not any(re.search(pattern, name) for pattern in patterns)]
-
-
-def _renamed(model: nn.Module) -> str:
-    """A sentence for families whose files go by other names than the module (fused experts, renamed routers)."""
-    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
-
-    kind = getattr(getattr(model, "config", None), "model_type", None)
-    if kind and get_checkpoint_conversion_mapping(kind):  # type: ignore[no-untyped-call]
-        return f". Files of {kind} models name tensors otherwise than the module does; converting them is not built yet"
-    return ""
 
 
 def _some(items: list[str], limit: int = 20) -> str:

@@ -103,6 +103,8 @@ def _told(stock: RunStock, run: Any, extra: dict[str, Any], order: int) -> dict[
         "order": order,
         "step": int(extra.get("step", getattr(run.session, "step", 0))),
         "written": stock.written,
+        "cuts": {name: cut.told() for name, cut in stock.cuts.items()},
+        "buffer_names": {name: stock.buffer_name(name) for name in stock.buffers_in_place()},
         "parameters": {
             name: {"shape": list(shape), "storage": kept, "trainable": trained}
             for name, (shape, kept, trained) in stock.tensors.items()

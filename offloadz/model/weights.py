@@ -14,7 +14,7 @@ import warnings
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from offloadz.model.conversion import Cut, file_names
 from offloadz.model.sources import FileSource, RandomSource, Source, persistent_buffers, put_parameter, tie_groups
 from offloadz.plan.errors import ConfigError
 
@@ -36,10 +37,14 @@ class Names:
 
     written: dict[str, str]
     """Name in a file of weights -> canonical name, as `save_pretrained` would choose: declared ties once."""
+    cuts: dict[str, Cut]
+    """Which elements of it, for names in files that hold a part (one expert of all)."""
     ties_hold: bool
     """Whether every tie that the configuration declares is real; if not, all names are written and it is undone."""
     buffers: dict[str, tuple[weakref.ref[nn.Module], str]]
     """Persistent buffers: the module that holds each, and its name there."""
+    buffer_names: dict[str, str]
+    """What files call them."""
     directory: Path | None
     """Where tokenizer and generation files are."""
 
@@ -235,5 +240,9 @@ def _describe(model: nn.Module, directory: Path | None) -> Names:
     for name in persistent_buffers(model):
         path, _, own = name.rpartition(".")
         buffers[name] = (weakref.ref(model.get_submodule(path)), own)
-    written = {alias: name for alias, name in canonical.items() if alias not in left_out}
-    return Names(written, holds, buffers, directory)
+    shapes = {alias: tuple(model.get_parameter(alias).shape) for alias in canonical if alias not in left_out}
+    shapes |= {name: tuple(buffer.shape) for name, buffer in persistent_buffers(model).items()}
+    names, cuts = file_names(model, shapes)
+    written = {file: canonical[of] for file, of in names.items() if of in canonical}
+    cuts = {file: replace(cut, of=canonical[cut.of]) for file, cut in cuts.items() if cut.of in canonical}
+    return Names(written, cuts, holds, buffers, {of: file for file, of in names.items() if of in buffers}, directory)
