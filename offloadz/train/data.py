@@ -91,8 +91,8 @@ class Audit:
     packed: str = ""
     """How many rows the samples are packed into, and what that saves."""
 
-    def lines(self) -> list[str]:
-        """The audit as text, one fact a line."""
+    def lines(self, histogram: bool = True) -> list[str]:
+        """The audit as text, one fact a line; `histogram`: with the lengths in a line."""
         inside = f" ({self.num_cut_inside} before the end of an answer)" if self.num_cut_inside else ""
         share = 100 * self.num_target_tokens / max(1, self.num_tokens)
         lines = [
@@ -100,8 +100,11 @@ class Audit:
             f"{self.num_tokens} tokens, {self.num_target_tokens} of them trained ({share:.1f} %)",
             f"{self.num_bad} bad records skipped, {self.num_dropped_long} too long and dropped, {self.num_cut} cut"
             f"{inside}, {self.num_no_target} dropped without a trained token",
-            "lengths: " + ", ".join(f"{count} up to {bound}" for bound, count in sorted(self.lengths.items())),
         ]
+        if histogram:
+            lines.append(
+                "lengths: " + ", ".join(f"{count} up to {bound}" for bound, count in sorted(self.lengths.items()))
+            )
         lines += [self.packed] if self.packed else []
         lines += [f"{self.num_held_out} samples held out for evaluation"] if self.num_held_out else []
         lines += [f"skipped {bad.place}: {bad.reason}" for bad in self.bad[:NUM_BAD_SHOWN]]

@@ -185,7 +185,8 @@ class Training:
     def _line(self, report: StepReport) -> dict[str, Any]:
         """The line of metrics.jsonl, keys as in the contract."""
         line = asdict(report)
-        line["tokens_per_s"] = report.tokens / report.step_s if report.step_s > 0 else 0.0
+        line["tokens"] = self.loader.last_num_tokens  # what fills a packed row up is no token of a sample
+        line["tokens_per_s"] = line["tokens"] / report.step_s if report.step_s > 0 else 0.0
         line["predicted_step_s"] = self.plan.step_s
         if not report.skipped:
             del line["reason"]

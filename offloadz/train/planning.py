@@ -18,7 +18,8 @@ from offloadz.plan.errors import ConfigError, DoesNotFit
 from offloadz.plan.search import Plan, human
 from offloadz.plan.wishes import question
 from offloadz.runtime.threads import update_threads
-from offloadz.train.data import Dataset, load_dataset
+from offloadz.train.batches import Loader
+from offloadz.train.data import Dataset, load_both
 
 if TYPE_CHECKING:
     from offloadz.config import Config
@@ -54,9 +55,9 @@ def read_tokenizer(config: Config) -> tuple[Any, int]:
 def read_task(config: Config) -> Task:
     """All samples, checked; ConfigError lists file, line and reason of what cannot be trained on."""
     tokenizer, vocab_size = read_tokenizer(config)
-    samples = load_dataset(config.data.train, tokenizer, config.data, vocab_size)
-    evaluation = load_dataset(config.data.eval, tokenizer, config.data, vocab_size) if config.data.eval else None
-    per_epoch = -(-len(samples) // config.train.batch_size)
+    data, batch_size, seed = config.data, config.train.batch_size, config.train.seed
+    samples, evaluation = load_both(data.train, data.eval, tokenizer, data, vocab_size, batch_size, seed)
+    per_epoch = Loader(samples, batch_size, seed, data.shuffle).num_batches_per_epoch
     num_steps = config.train.steps or max(1, math.ceil(config.train.epochs * per_epoch - 1e-9))
     if config.optimizer.warmup > num_steps:
         raise ConfigError(

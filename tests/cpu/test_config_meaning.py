@@ -59,11 +59,6 @@ def test_contradictions_are_refused(base: Path, overrides: list[str], words: str
         "model.kernels=compile",
         "model.kernels=liger",
         "model.add_tokens=<|im_end|>",
-        "data.format=sharegpt",
-        "data.format=alpaca",
-        "data.format=prompt_completion",
-        "data.eval_share=0.1",
-        "data.packing=true",
         "train.trace_steps=[3]",
         "optimizer.name=lion",
         "optimizer.name=sgd",
@@ -89,16 +84,8 @@ def test_what_is_not_built_is_refused_by_name(base: Path, override: str) -> None
     assert "write " in told or "; name " in told
 
 
-def test_packing_says_what_to_write(tmp_path: Path) -> None:
-    told = refusal(written(tmp_path, BASE.replace("packing = false", "")))
-    assert told == "data.packing: true (the default) is not built yet; write packing = false"
-
-
-def test_each_default_but_packing_is_in_force() -> None:
-    refused = [entry.key for entry in conf.NOT_BUILT if entry.values and entry.values[0] is True]
-    assert refused == ["data.packing"]
-    config = config_from_tables({"model": {"path": "m"}, "data": {"packing": False}})
-    assert config == Config(model=conf.ModelConfig(path="m"), data=conf.DataConfig(packing=False))
+def test_each_default_is_in_force() -> None:
+    assert config_from_tables({"model": {"path": "m"}}) == Config(model=conf.ModelConfig(path="m"))
 
 
 def test_a_machine_may_be_planned_for_but_not_trained_on(base: Path) -> None:
