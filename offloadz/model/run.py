@@ -291,7 +291,11 @@ class Run:
         self._mark()
 
     def save(self, path: str | Path, portable: bool = False) -> Path:
-        """Write a checkpoint (safetensors of logical fp32 tensors, a manifest last) to the directory `path`."""
+        """Write a checkpoint (safetensors of logical fp32 tensors, a manifest last) to the directory `path`.
+
+        Every checkpoint is of this form now, which any placement and machine can load, so `portable=True` asks for
+        what is done anyway; False leaves room for state on disk to be linked instead of copied.
+        """
         from offloadz.model.state import save_state
 
         self.flush()

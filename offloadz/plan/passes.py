@@ -12,7 +12,7 @@ on the drive before the weights of the third block, and the forward would wait f
 from __future__ import annotations
 
 from offloadz.plan.errors import DoesNotFit
-from offloadz.plan.ops import Op, Program
+from offloadz.plan.ops import Program
 from offloadz.plan.placement import Placement
 
 SLOT_KINDS = "wpsghx"
@@ -132,7 +132,3 @@ def check(program: Program) -> None:
         if forward:
             raise RuntimeError(f"op {index} waits for op {forward[0]}:\n{program.text(index)}")
 
-
-def updates_only(ops: tuple[Op, ...]) -> list[int]:
-    """Indices of the ops that belong to updates: what a flush still has to run."""
-    return [i for i, op in enumerate(ops) if op.phase == "update"]

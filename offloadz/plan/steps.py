@@ -58,6 +58,9 @@ class Updates:
     """Updates by themselves (a flush)."""
 
 
+NORM = "norm@live"
+"""The global norm of a step: decided once all gradients are home, read by every update."""
+
 Phase = Forward | Backward | Finish | Updates
 
 
@@ -263,7 +266,7 @@ class Script:
             self.open_gradient(unit)
             self.close_gradient(unit, True)
         places = tuple(p for u in self.grads for p in self.home("g", u, self.placement.gradients))
-        self.emit("device", "norm", reads=places)
+        self.emit("device", "norm", reads=places, writes=(NORM,))
 
     def updates(self, units: tuple[int, ...]) -> None:
         phase, self.phase = self.phase, "update"
@@ -281,7 +284,8 @@ class Script:
         weight = self.carry("p", routes.part_route, unit, owner.weight_bytes, part)
         grad = self.carry("h", routes.grad_part_route, unit, owner.weight_bytes, part)
         both = (*state, *weight)
-        self.emit("cpu", "update", reads=(*grad, *both), writes=both, unit=unit, part=part, nbytes=owner.num_elements)
+        reads = (*grad, *both, NORM)
+        self.emit("cpu", "update", reads=reads, writes=both, unit=unit, part=part, nbytes=owner.num_elements)
         for kind, places, route, nbytes in (
             ("s", state, routes.state_route, owner.state_bytes),
             ("p", weight, routes.part_route, owner.weight_bytes),

@@ -151,7 +151,7 @@ def update(room: Room, op: Op) -> None:
     """One optimizer step over a part, parameter by parameter; one without a gradient is left as it is."""
     unit = room.spec.units[op.unit]
     part = unit.parts[op.part]
-    grad, held, stored = op.reads
+    grad, held, stored, _ = op.reads  # the last is the norm: by now it is in the settings
     state = room.state(op.unit, op.part, held)
     weight = typed(room.buffer(stored), 0, part.num_elements, DTYPES[part.dtype])
     slope = typed(room.buffer(grad), 0, part.num_elements, DTYPES[part.dtype])
