@@ -194,7 +194,7 @@ def _unshielded(text: str, ids: Ids, offsets: Offsets, tokenizer: Any, words: Wo
         last = int(offsets[after, 0]) if after < len(ids) else len(text)
         part = text[first:last]
         pieces.append(
-            _as_plain(part, ids[inside], first, tokenizer, words)
+            _as_plain(part, first, ids[inside], offsets[inside], tokenizer, words)
             if _SHIELDS.search(part)
             else (ids[inside], offsets[inside])
         )
@@ -203,8 +203,8 @@ def _unshielded(text: str, ids: Ids, offsets: Offsets, tokenizer: Any, words: Wo
     return np.concatenate([a for a, _ in pieces]), np.concatenate([b for _, b in pieces])
 
 
-def _as_plain(part: str, ids: Ids, first: int, tokenizer: Any, words: Words) -> tuple[Ids, Offsets]:
-    """A piece between two special tokens, with every word in it as plain text; offsets are those of the whole."""
+def _as_plain(part: str, first: int, ids: Ids, offsets: Offsets, tokenizer: Any, words: Words) -> tuple[Ids, Offsets]:
+    """A piece between two special tokens, `first` letters into the text, with every word in it as plain text."""
     alone, again = _encode([part, words.bare(part)], tokenizer, plain=True)
     if not np.array_equal(alone[0], ids):
         raise RecordError(
@@ -215,7 +215,12 @@ def _as_plain(part: str, ids: Ids, first: int, tokenizer: Any, words: Words) -> 
         raise RecordError(
             "holds a special token written out, for which this tokenizer knows no other tokens; take it out"
         )
-    return again[0], again[1] + first
+    # Tokens before the first such word are those of the whole text, and so are their offsets: how white space is
+    # trimmed from them is not the same at the start of a text.
+    most = min(len(ids), len(again[0]))
+    differ = np.append(again[0][:most] != ids[:most], True)
+    same = int(differ.argmax())
+    return again[0], np.concatenate([offsets[:same], again[1][same:] + first])
 
 
 def _encode(
