@@ -31,10 +31,10 @@ STAGING_BYTES = 16 << 20
 """Aligned buffers for rows of tables and for pieces on their way to or from files."""
 
 TOKENIZER_FACTOR = 14
-"""Bytes at the height of loading a tokenizer per byte of tokenizer.json (460 MiB for the 33 MB of Gemma 3, measured)."""
+"""Bytes at the height of loading a tokenizer per byte of tokenizer.json (460 MiB for Gemma 3's 33 MB, measured)."""
 
 RECORDS_FACTOR = 14
-"""Bytes while samples are read and tokenised per byte of their files (99 MiB more for 7.4 MB of dialogues, measured)."""
+"""Bytes while samples are read and tokenised per byte of their files (99 MiB for 7.4 MB of dialogues, measured)."""
 
 HEAD_CHUNK_TOKENS = 512
 """Most tokens whose logits against one tile exist at a time."""
@@ -218,7 +218,7 @@ def _kept(spec: ModelSpec, placement: Placement, batch: Batch) -> tuple[str, int
 
 def _largest_part(spec: ModelSpec) -> int:
     """Bytes to hold one part while it goes to or from a file: weights, state, and the fp32 master made of them."""
-    return max((p.weight_bytes + p.state_bytes + 4 * p.num_elements for u in spec.units for p in u.parts), default=0)
+    return max((p.weight_bytes + p.state_bytes + 4 * p.num_elements for p, _ in spec.part_kinds), default=0)
 
 
 def _largest_tensor(spec: ModelSpec) -> int:

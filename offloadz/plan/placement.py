@@ -82,9 +82,9 @@ class Placement:
 
 
 def slot_bytes(spec: ModelSpec, placement: Placement, saved_bytes: int = 0) -> dict[str, int]:
-    """Bytes of one slot of each pool the placement needs; pools are named `tier.kind`.  `saved_bytes`: the largest saved input."""
+    """Bytes of one slot of each pool (`tier.kind`) the placement needs.  `saved_bytes`: the largest saved input."""
     item = ITEM_BYTES[placement.compute]
-    parts = [u.parts[k] for u in spec.units for k in u.trained_parts]
+    parts = [part for part, trained in spec.part_kinds if trained]
     pools: dict[str, int] = {}
     if "host" in placement.weight_route[1:]:
         pools["host.w"] = max(u.weight_bytes for u in spec.units)
@@ -96,7 +96,7 @@ def slot_bytes(spec: ModelSpec, placement: Placement, saved_bytes: int = 0) -> d
     if placement.gradients == "disk":
         pools["host.g"] = max(u.grad_bytes(accumulates(spec, placement, i)) for i, u in enumerate(spec.units))
     if "host" in placement.part_route[1:]:
-        pools["host.p"] = aligned(max(p.weight_bytes for u in spec.units for p in u.parts))
+        pools["host.p"] = aligned(max(p.weight_bytes for p, _ in spec.part_kinds))
     if "host" in placement.state_route[1:]:
         pools["host.s"] = aligned(max(p.state_bytes for p in parts))
     if "host" in placement.grad_part_route[1:]:

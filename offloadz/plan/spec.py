@@ -4,7 +4,7 @@ A *unit* is what moves as one: a repeated block, a single module outside the blo
 Inside a unit parameters lie one behind the other in flat *sections*, one per (storage dtype, trainable); a section is
 cut into *parts*, the pieces that an update reads and writes, so that no buffer needs to hold a whole unit's optimizer
 state.  A *seat* is a place in the user's model where computation happens (a stand-in sits there); it uses one unit, or
-for a table all its tiles.  Names of parameters occur here and in the files that read and write checkpoints, nowhere else.
+for a table all its tiles.  Names of parameters occur here and in the files that read and write checkpoints alone.
 
 The trade-off: parts of 4 Mi elements cost one more operation per 40 MiB of state, and bound the buffers of a 13B block
 (317 M parameters, 3.2 GB of fp32 state) to 40 MiB a slot.
@@ -163,21 +163,21 @@ class Unit:
     def slope_bytes(self) -> int:
         return sum(aligned(s.num_elements * 4) for s in self.sections if s.trainable)
 
-    def grad_offsets(self, accumulate: bool) -> tuple[int, ...]:
-        """Byte offset of each part in the unit's stored gradient; frozen parts take no room."""
-        return _running(self._grad_sizes(accumulate))[:-1]
+    def grad_offset(self, part: int, accumulate: bool) -> int:
+        """Byte offset of a part in the unit's stored gradient; frozen parts take no room."""
+        return self._grad_offsets[accumulate][part]
 
     def grad_bytes(self, accumulate: bool) -> int:
         """Bytes of the stored gradient: the weight's dtype, or fp32 where several backward passes add to it."""
-        return _running(self._grad_sizes(accumulate))[-1]
+        return self._grad_offsets[accumulate][-1]
 
-    def _grad_sizes(self, accumulate: bool) -> list[int]:
-        return [
-            aligned(p.num_elements * (4 if accumulate else ITEM_BYTES[p.dtype]))
-            if self.sections[p.section].trainable
-            else 0
-            for p in self.parts
-        ]
+    @cached_property
+    def _grad_offsets(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Running sums of the parts' gradients, rounded and as fp32; kept, because lanes ask once per part and step."""
+        trained = [self.sections[p.section].trainable for p in self.parts]
+        rounded = (aligned(p.weight_bytes) * t for p, t in zip(self.parts, trained, strict=True))
+        summed = (aligned(p.num_elements * 4) * t for p, t in zip(self.parts, trained, strict=True))
+        return _running(rounded), _running(summed)
 
     @cached_property
     def state_offsets(self) -> tuple[int, ...]:
@@ -217,6 +217,17 @@ class ModelSpec:
     @property
     def num_elements(self) -> int:
         return sum(u.num_elements for u in self.units)
+
+    @cached_property
+    def part_kinds(self) -> tuple[tuple[Part, bool], ...]:
+        """One part of each size and dtype, and whether it is trained: enough to ask for the largest of anything.
+
+        A 13B model has 3,000 parts of a handful of kinds, and a search asks hundreds of times.
+        """
+        kinds = {
+            (p.dtype, p.num_elements, u.sections[p.section].trainable): p for u in self.units for p in u.parts
+        }
+        return tuple((part, trained) for (_, _, trained), part in kinds.items())
 
     @cached_property
     def first_trained_seat(self) -> int:

@@ -130,7 +130,7 @@ class Room:
         if kind == "s":
             at = owner.state_offsets[part]
             return whole[at : at + aligned(owner.parts[part].state_bytes)]
-        at = owner.grad_offsets(accumulates(self.spec, self.placement, unit))[part]
+        at = owner.grad_offset(part, accumulates(self.spec, self.placement, unit))
         return whole[at : at + aligned(self._part_bytes("g", unit, owner.parts[part]))]
 
     def unit_bytes(self, kind: str, unit: int, place: str) -> Tensor:
