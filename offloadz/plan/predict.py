@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from offloadz.plan.footprint import Batch, saved_bytes
 from offloadz.plan.machine import Machine
-from offloadz.plan.ops import Op, Program
+from offloadz.plan.ops import LANES, Op, Program
 from offloadz.plan.passes import compiled
 from offloadz.plan.placement import Placement
 from offloadz.plan.spec import ITEM_BYTES, ModelSpec
@@ -99,18 +99,16 @@ def predict(spec: ModelSpec, placement: Placement, batch: Batch, machine: Machin
     frontier = Frontier()
     simulate(program, lanes, frontier)
     # A step ends when its norm is known: updates and stores of its end run on under the next step's forward.
-    first_s = lanes["device"].free_s if "device" in lanes else 0.0
+    first_s = lanes["device"].free_s
     for lane in lanes.values():
         lane.spans.clear()
     simulate(program, lanes, frontier)
     timeline = from_virtual(lanes)
-    step_s = max((lane.free_s for name, lane in lanes.items() if name == "device"), default=first_s) - first_s
     moved = {
         name: sum(costs.nbytes(op) for op in program.ops if op.lane == name) for name in ("disk_read", "disk_write")
     }
-    busy = dict.fromkeys(("device", "h2d", "d2h", "cpu", "disk_read", "disk_write"), 0.0)
-    for op in program.ops:
-        busy[op.lane] = busy.get(op.lane, 0.0) + costs(op)
+    busy = {lane: sum(costs(op) for op in program.ops if op.lane == lane) for lane in LANES}
+    step_s = lanes["device"].free_s - first_s
     return Prediction(program, timeline, step_s, busy, moved["disk_read"], moved["disk_write"])
 
 

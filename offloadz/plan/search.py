@@ -3,7 +3,8 @@
 Everything stays in memory while it fits in nine tenths of what is available; then optimizer state goes to disk, then
 gradients, parameters, and saved inputs, in the order of bytes won per byte that moves in a step.  What a user fixed
 stays as it is.  The winner is simulated once for its time.  The trade-off: no candidate is simulated against another,
-so a faster placement that also fits may be missed; the search takes milliseconds for any model.
+so a faster placement that also fits may be missed.  For a 13B model on disk the search takes tenths of a second, the
+simulation of its 23,000 ops three seconds, and a refusal, which tries pairs of changes, up to six (two cores).
 """
 
 from __future__ import annotations

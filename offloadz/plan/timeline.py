@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from offloadz.plan.ops import LANES
+from offloadz.plan.ops import LANES, Op
 from offloadz.plan.walk import VirtualLane
 
 
@@ -123,14 +123,11 @@ def from_virtual(lanes: Mapping[str, VirtualLane], since_s: float = 0.0, name: s
     return Timeline(tuple(spans), name)
 
 
-def label(op: object) -> str:
-    """A short name of an op for people: verb, unit, part, micro-batch."""
-    fields = [str(getattr(op, "verb", op))]
-    for mark, key in (("u", "unit"), ("p", "part"), ("s", "seat"), ("m", "micro")):
-        number = getattr(op, key, -1)
-        if number >= 0 and not (key == "seat" and getattr(op, "unit", -1) >= 0):
-            fields.append(f"{mark}{number}")
-    return " ".join(fields)
+def label(op: Op) -> str:
+    """A short name of an op for people: verb, unit (or the seat where there is none), part, micro-batch."""
+    seat = op.seat if op.unit < 0 else -1
+    numbers = (("u", op.unit), ("p", op.part), ("s", seat), ("m", op.micro))
+    return " ".join([op.verb, *(f"{mark}{number}" for mark, number in numbers if number >= 0)])
 
 
 def _covered(intervals: Iterable[tuple[float, float]]) -> float:

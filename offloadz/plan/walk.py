@@ -4,8 +4,8 @@ A lane answers `submit(op, waits)` with an event.  A real lane's event is a hand
 cannot tell.  It stops before each op of the `device` lane, because that computation belongs to the user's model, which
 arrives there in its own time; a simulation simply goes on.
 
-[Note: events are issued, then done] An op waits only for events of ops submitted before it, and lanes are in order, so a
-walk cannot deadlock.
+[Note: events are issued, then done] An op waits only for events of ops submitted before it, and lanes are in order, so
+a walk cannot deadlock.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class VirtualLane:
     `cost` gives seconds for an op; ops of a lane follow each other.  Records (op, start, end) in seconds.
     """
 
-    def __init__(self, cost: Any) -> None:
+    def __init__(self, cost: Callable[[Op], float]) -> None:
         self.cost = cost
         self.free_s = 0.0
         self.spans: list[tuple[Op, float, float]] = []
