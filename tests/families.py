@@ -1,16 +1,33 @@
 """One tiny causal model per family of transformers: odd sizes, a window shorter than a row, caps and scales that bite.
 
-The table is data; the package has no line that names a family.  docs/make_models.py runs it for docs/models.md.
+The table is data; the package has no line that names a family.  The checks are run by tests/cpu/test_families.py, and
+by docs/make_models.py for the table in docs/models.md.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
-from tiny_models import SHAPE, VOCABULARY, WIDTH
-from torch import nn
+from reference import plain_run
+from safetensors.torch import load_file
+from tiny_models import (
+    SHAPE,
+    VOCABULARY,
+    WIDTH,
+    Outcome,
+    assert_close,
+    assert_same_weights,
+    batches,
+    start_of,
+    train,
+)
+from torch import Tensor, nn
+
+import offloadz
+from offloadz.model.weights import load
 
 
 @dataclass(frozen=True)
@@ -21,6 +38,8 @@ class Family:
     model: str
     fields: dict[str, Any] = field(default_factory=dict)
     shape: dict[str, Any] = field(default_factory=lambda: dict(SHAPE))
+    sorts_tokens: bool = False
+    """Whether products are over tokens sorted by expert."""
     special: str = ""
     """What is unusual about it, for the table of docs/models.md."""
 
@@ -104,12 +123,90 @@ FAMILIES: dict[str, Family] = {
     ),
     "olmo2": Family("Olmo2Config", "Olmo2ForCausalLM", ENDS, special="norms after attention and feed-forward"),
     "qwen3_moe": Family(
-        "Qwen3MoeConfig", "Qwen3MoeForCausalLM", {**MIXED, "norm_topk_prob": True}, special="mixture of experts"
+        "Qwen3MoeConfig",
+        "Qwen3MoeForCausalLM",
+        {**MIXED, "norm_topk_prob": True},
+        sorts_tokens=True,
+        special="mixture of experts",
     ),
     "mixtral": Family(
         "MixtralConfig",
         "MixtralForCausalLM",
         {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 72},
+        sorts_tokens=True,
         special="mixture of experts",
     ),
 }
+
+
+DISK: dict[str, Any] = {
+    "parameters": "disk", "gradients": "disk", "optimizer_state": "disk", "activations": "disk", "slots": 2,
+}  # fmt: skip
+
+
+def packed(count: int, rows: int = 2, seed: int = 5) -> list[dict[str, Tensor]]:
+    """Batches of rows of three samples each: positions that begin again, no mask, no target across an edge."""
+    lengths = torch.tensor([9, 8, 7])
+    positions = torch.cat([torch.arange(int(n)) for n in lengths]).expand(rows, -1)
+    source = torch.Generator().manual_seed(seed)
+    made = []
+    for _ in range(count):
+        ids = torch.randint(3, VOCABULARY, positions.shape, generator=source)
+        labels = torch.where(positions == 0, -100, ids)
+        made.append({"input_ids": ids, "position_ids": positions.clone(), "labels": labels})
+    return made
+
+
+def trained(family: Family, steps: list[dict[str, Tensor]], swap: Path, micro: int, **how: Any) -> Outcome:
+    """Steps with everything on disk; `use_cache` as the family has it by default."""
+    settings = offloadz.AdamW(lr=1e-3)
+    with offloadz.offload(family.build(), settings, swap=swap, micro_batch_size=micro, **DISK, **how) as run:
+        assert getattr(run.model.config, "use_cache", True) is True
+        return train(run, steps)
+
+
+def check_padded(family: Family, swap: Path) -> None:
+    """Five steps as in the plain loop, with all rows at once and row by row."""
+    steps, start = batches(5, rows=3), start_of(family.build())
+    wanted = plain_run(family.build(), steps)
+    for micro in (3, 1):
+        assert_close(trained(family, steps, swap, micro), wanted, start, f"micro-batches of {micro}")
+
+
+def check_packed(family: Family, swap: Path) -> None:
+    """Five steps of packed rows as in the plain loop."""
+    steps = packed(5)
+    assert_close(trained(family, steps, swap, 1), plain_run(family.build(), steps), start_of(family.build()), "packed")
+
+
+def check_isolated(family: Family, swap: Path) -> None:
+    """Another first sample in each row leaves loss and gradient of the second as they were, to the bit.
+
+    Where tokens are sorted by expert, sums run in another order: there the gradient's norm is held to 1e-9.
+    """
+    batch = packed(1)[0]
+    batch["labels"][:, :9] = -100
+    batch["labels"][:, 17:] = -100
+    other = {**batch, "input_ids": batch["input_ids"].clone()}
+    other["input_ids"][:, :9] = other["input_ids"][:, :9].flip(0)
+    found = []
+    with offloadz.offload(family.build(), offloadz.AdamW(lr=0.0, weight_decay=0.0), swap=swap, **DISK) as run:
+        for changed in (batch, other):
+            logp = offloadz.token_logprobs(run, changed)
+            found.append((logp.detach().clone(), float(run.step(changed)), run.report.grad_norm))
+    assert torch.equal(found[0][0], found[1][0]) and found[0][1] == found[1][1]
+    apart = abs(found[0][2] - found[1][2]) / found[0][2]
+    assert apart <= (1e-9 if family.sorts_tokens else 0.0), f"gradients {found[0][2]} and {found[1][2]}"
+
+
+def check_files(family: Family, swap: Path) -> None:
+    """What `save_pretrained` wrote loads, and is exported with the same keys and bytes."""
+    plain = family.build().bfloat16()
+    plain.save_pretrained(swap.parent / "in")
+    wanted = load_file(swap.parent / "in" / "model.safetensors")
+    with offloadz.offload(load(swap.parent / "in"), swap=swap, **DISK) as run:
+        run.export(swap.parent / "out")
+    assert_same_weights(load_file(swap.parent / "out" / "model.safetensors"), wanted)
+
+
+CHECKS = {"padded": check_padded, "packed": check_packed, "isolated": check_isolated, "files": check_files}
