@@ -10,6 +10,7 @@ are taken of what was handed over, so a flipped bit is found when it is read and
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import json
 import logging
@@ -186,7 +187,8 @@ class DiskTier:
             if flag == NOT_WHOLE:
                 raise self._not_whole(extent, offset + done)
             if flag == NEVER_WRITTEN:
-                buffer[done : done + run].zero_()
+                # Not `zero_`: torch would start a team of threads for this lane (see `runtime/lanes.py`).
+                ctypes.memset(buffer.data_ptr() + done, 0, run)
             else:
                 self._move("read", extent, buffer[done : done + run], offset + done, table[done // PIECE_BYTES :])
                 with self._count:

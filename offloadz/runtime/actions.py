@@ -1,7 +1,7 @@
 """What each verb does: straight-line functions over buffers, in a table.
 
 An action is told everything by its op; where a plan could have answered there is no `if` here.  All of them run on
-worker lanes and call plain C that leaves the interpreter lock free (see [Note: one OpenMP team] in `lanes.py`).
+worker lanes and call plain C that leaves the interpreter lock free (see [Note: one team for the update] in `lanes.py`).
 """
 
 from __future__ import annotations

@@ -4,10 +4,12 @@ An event says that an op is done, or why it never will be.  A worker waits for t
 op's action and sets its own event; after an error it answers every later op with that error, so nobody waits for ever.
 Lanes keep the time they were busy and, if asked, when each op ran; actions know nothing of clocks.
 
-[Note: one OpenMP team] Only the `cpu` lane calls code with an OpenMP team.  The other workers run plain C that leaves
-the interpreter lock free; torch operations are for the thread of the computation.
+[Note: one team for the update] Only the `cpu` lane uses the team of threads that csrc/pool.h keeps for the update; the
+disk lanes wait for the transfers' threads, the other workers run plain C on their own thread, and all of it leaves the
+interpreter lock free.  Torch's own loops are for the thread of the computation: torch starts an OpenMP team for every
+thread that calls one, and four such teams on two cores were nine threads, each spinning.
 
-The trade-off: a thread per lane and a lock per event cost about 20 microseconds an op, against ops of milliseconds.
+The trade-off: a thread per lane and a lock per event for every op; so an op should move megabytes.
 """
 
 from __future__ import annotations
@@ -31,10 +33,6 @@ class Event:
     def __init__(self) -> None:
         self._done = threading.Event()
         self.error: BaseException | None = None
-
-    @property
-    def done(self) -> bool:
-        return self._done.is_set()
 
     def set(self, error: BaseException | None = None) -> None:
         self.error = error
@@ -83,7 +81,7 @@ class WorkerLane:
         if self._last is not None:
             self._last.wait()
 
-    def close(self, timeout_s: float = 8.0) -> bool:
+    def close(self, timeout_s: float) -> bool:
         """End the thread after what is submitted; True if it ended in time."""
         self._jobs.put(None)
         self._thread.join(timeout_s)

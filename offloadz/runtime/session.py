@@ -12,9 +12,11 @@ alike; where it is not, at most `slots` fetched blocks were read in vain.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 
 import torch
@@ -33,6 +35,16 @@ from offloadz.runtime.room import Room
 
 WORKERS = tuple(lane for lane in LANES if lane not in ("device", "net"))
 
+Told = tuple[str, Turn | Finish, bool]
+"""What is announced: the verb, the turn, and whether gradients are rounded there."""
+
+MAX_PROGRAMS = 8
+"""Programs kept for reuse.  Evaluations and generation never repeat one (their calls are numbered on), and one of a 13B
+step takes 14 MB."""
+
+CLOSE_S = 8.0
+"""How long all lanes together may take to end."""
+
 
 class Session:
     """Turns, programs and lanes of one run over a `Room`.
@@ -48,21 +60,19 @@ class Session:
             name: WorkerLane(name, self._act, self._poison(seed, i) if poison else None)
             for i, name in enumerate(WORKERS)
         }
-        self.lanes = {"device": self.inline, **self.workers}
+        self.lanes: dict[str, InlineLane | WorkerLane] = {"device": self.inline, **self.workers}
         self.frontier = Frontier()
         self.walk: Walk | None = None
-        self.script: deque[tuple[str, Turn | Finish, bool]] = deque()
-        """What the current walk expects to be announced, in order, and whether it rounds gradients there."""
+        self.script: deque[Told] = deque()
+        """What the current walk expects to be announced, in order."""
         self.pending: tuple[int, ...] = ()
         """Units whose update is due and in no walk yet."""
         self.grads: dict[int, str] = {}
         """Per unit of this step: `sum` while its gradient is open, `done` once rounded."""
-        self.order = list(range(len(self.spec.seats)))
-        """Seats in the order in which the last forward met them."""
         self.open: list[Turn] = []
         """Graded forward turns of this step that have had no backward."""
-        self.history: list[tuple[str, Turn | Finish, bool]] = []
-        self.last_step: list[tuple[str, Turn | Finish, bool]] = []
+        self.history: list[Told] = []
+        self.last_step: list[Told] = []
         self.calls = 0
         self.micros = 1
         self.rounds = False
@@ -70,11 +80,11 @@ class Session:
         self.steps: dict[str, int] = {}
         """Parameter name to the number of updates it has had."""
         self.step = 0
+        self.due_step = 0
+        """The step whose updates are due or under way."""
         self.tables_used: dict[int, None] = {}
         """Trained table seats looked up in this step, in order."""
         self._programs: dict[object, Program] = {}
-
-    # ---- turns -------------------------------------------------------------------------------------------------
 
     def begin(self, verb: str, seat: int, micros: int, graded: bool, call: int = -1) -> Turn:
         """Announce a turn; afterwards run each of its computations through `compute`.
@@ -100,7 +110,7 @@ class Session:
         return turn
 
     def _adds(self, seat: int, call: int) -> bool:
-        """Whether a seat's gradient has several terms: it is met twice before its backward, or more backwards follow."""
+        """Whether a seat's gradient has several terms: met twice before its backward, or more backwards follow."""
         return any(t.seat == seat for t in self.open) if call < 0 else not self.rounds
 
     def compute(self, work: Callable[[Op], None]) -> None:
@@ -133,11 +143,10 @@ class Session:
 
     def _onward(self, turn: Turn) -> tuple[Phase, ...]:
         """The rest of a pass from this forward turn on, and the backward that will follow it."""
-        at = self.order.index(turn.seat) if turn.seat in self.order else turn.seat
         training = turn.graded or torch.is_grad_enabled()
         turns = [turn]
         met = set() if self.placement.accumulate else {t.seat for t in self.open}
-        for seat in (s for s in self.order[at + 1 :] if s not in met):
+        for seat in (s for s in range(turn.seat + 1, len(self.spec.seats)) if s not in met):
             turns.append(self._guess(seat, turn.call + len(turns), training))
         back = tuple(t for t in reversed([*self.open, *turns]) if t.graded)
         last = self.rounds or not self.placement.accumulate
@@ -150,8 +159,6 @@ class Session:
 
     def _below(self, turn: Turn) -> list[Turn]:
         return [t for t in reversed(self.open) if t.call < turn.call]
-
-    # ---- steps -------------------------------------------------------------------------------------------------
 
     def begin_step(self) -> None:
         """A new optimizer step: forget the inputs and gradients of the one before."""
@@ -174,7 +181,7 @@ class Session:
         for seat in tables:
             for unit in self.spec.seats[seat].units:
                 if self.spec.units[unit].trainable:
-                    self.compute(lambda op, seat=seat: scatter(seat, op))  # type: ignore[misc]
+                    self.compute(partial(scatter, seat))
         self.compute(_nothing)
         self.room.forget_inputs()
         return sum(value for _, value in sorted(self.room.squares.items()))
@@ -186,7 +193,7 @@ class Session:
         self.last_step = self.history or self.last_step
         self._drain()
         self.frontier.clear()  # all lanes are idle; frozen weights would gather readers for ever
-        self.room.due, self.pending = due, units
+        self.room.due, self.pending, self.due_step = due, units, self.step
         self.prime()
 
     def prime(self) -> None:
@@ -211,11 +218,13 @@ class Session:
         """A walk over the program of `phases`, with the updates that are due in their places."""
         summed = tuple(sorted(u for u, state in self.grads.items() if state == "sum"))
         key = (phases, self.pending, summed)
-        if key not in self._programs:
-            self._programs[key] = compiled(
-                build(self.spec, self.placement, phases, self.pending, summed), self.placement
-            )
-        self.walk = Walk(self._programs[key], self.lanes, self.frontier, self._observe)
+        program = self._programs.pop(key, None)
+        if program is None:
+            program = compiled(build(self.spec, self.placement, phases, self.pending, summed), self.placement)
+            while len(self._programs) >= MAX_PROGRAMS:
+                del self._programs[next(iter(self._programs))]
+        self._programs[key] = program  # the newest stands last
+        self.walk = Walk(program, self.lanes, self.frontier, self._observe)
         self.pending = ()
         self.script = deque(_told(phases))
         self.walk.advance()
@@ -223,8 +232,6 @@ class Session:
     def _observe(self, op: Op) -> None:
         if op.verb in ("drain.g", "save.g"):
             self.grads[op.unit] = "done" if op.verb == "drain.g" else "sum"
-
-    # ---- rest --------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
         """Bring everything to rest: all updates done and home, all lanes idle.  The walk is given up."""
@@ -264,7 +271,7 @@ class Session:
             op, error = lane.error
             if op.phase == "update":
                 raise UpdateFailed(
-                    f"the update of step {self.step} failed ({op.verb} of {self._called(op)}): {error}"
+                    f"the update of step {self.due_step} failed ({op.verb} of {self._called(op)}): {error}"
                 ) from error
             raise error
 
@@ -294,9 +301,10 @@ class Session:
         self.room.widen_gradients(self.placement)
 
     def close(self, keep_state: bool = False) -> None:
-        """End all lanes and give everything back; under ten seconds, whatever happened before."""
+        """End all lanes and give everything back; lanes that do not end in `CLOSE_S` seconds are left behind."""
+        until_s = time.monotonic() + CLOSE_S
         for lane in self.workers.values():
-            lane.close()
+            lane.close(max(0.0, until_s - time.monotonic()))
         self.walk = None
         self.script.clear()
         self.frontier.clear()
@@ -317,7 +325,7 @@ class Session:
         return before
 
 
-def _told(phases: tuple[Phase, ...]) -> Iterator[tuple[str, Turn | Finish, bool]]:
+def _told(phases: tuple[Phase, ...]) -> Iterator[Told]:
     """The turns of phases as they will be announced."""
     for phase in phases:
         if isinstance(phase, Forward):
