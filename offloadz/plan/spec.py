@@ -224,9 +224,7 @@ class ModelSpec:
 
         A 13B model has 3,000 parts of a handful of kinds, and a search asks hundreds of times.
         """
-        kinds = {
-            (p.dtype, p.num_elements, u.sections[p.section].trainable): p for u in self.units for p in u.parts
-        }
+        kinds = {(p.dtype, p.num_elements, u.sections[p.section].trainable): p for u in self.units for p in u.parts}
         return tuple((part, trained) for (_, _, trained), part in kinds.items())
 
     @cached_property
