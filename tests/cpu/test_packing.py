@@ -16,6 +16,7 @@ import torch
 from families import FAMILIES as ALL_FAMILIES
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference import plain_run
 from tiny_models import VOCABULARY, assert_close, start_of, tiny, train, weights
 from torch import nn
 
@@ -196,6 +197,27 @@ def test_packed_equals_padded(family: str, swap: Path) -> None:
         with offloadz.offload(built(family), offloadz.AdamW(lr=1e-3), swap=swap, micro_batch_size=micro) as run:
             out.append(train(run, batches))
     assert_close(out[0], out[1], start, family)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_and_steps_without_targets(family: str, swap: Path) -> None:
+    """Case G17: a row without targets beside others, and a step of such rows, against the plain loop."""
+    lengths = [[9, 12], [5, 14], [8, 3, 4]]
+    mixed = [collate_packed([samples(row, seed=step) for row in lengths], 2) for step in range(3)]
+    for batch in mixed:
+        batch["labels"][1] = -100
+    nothing = {**mixed[0], "labels": torch.full_like(mixed[0]["labels"], -100)}
+    model = built(family)
+    start = start_of(model)
+    plain = [{key: value for key, value in batch.items() if key != "use_cache"} for batch in mixed]
+    wanted = plain_run(model, plain, lr=1e-3)
+    with offloadz.offload(built(family), offloadz.AdamW(lr=1e-3), swap=swap, micro_batch_size=1) as run:
+        found = train(run, mixed[:1])
+        run.step(nothing)
+        assert run.report.skipped and run.report.reason == "no target tokens" and run.report.target_tokens == 0
+        rest = train(run, mixed[1:])
+    found.losses, found.norms, found.weights = found.losses + rest.losses, found.norms + rest.norms, rest.weights
+    assert_close(found, wanted, start, family)
 
 
 def test_rows_that_would_leak_are_refused(swap: Path) -> None:
