@@ -42,6 +42,12 @@ class AdamW:
                 raise ConfigError(
                     f"AdamW: {name} = {getattr(self, name)}; needed: 0 or more (betas: two numbers from 0 to below 1)"
                 )
+        for group in self.groups:
+            strange = sorted(set(group) - {"match", *GROUP_KEYS})
+            if strange or "match" not in group:
+                raise ConfigError(
+                    f"AdamW: a group has {', '.join(strange) or 'no match'}; needed: match and any of {', '.join(GROUP_KEYS)}"
+                )
 
 
 GROUP_KEYS = ("lr", "betas", "eps", "weight_decay")

@@ -59,6 +59,8 @@ class Room:
     due: dict[str, tuple[dict[str, Any], ...]] = field(default_factory=dict)
     """Parameter name to the settings of the updates that are due (one, or none for a parameter without a gradient)."""
     pools: list[HostPool] = field(default_factory=list)
+    grown: HostPool | None = None
+    """The pool of slots for saved inputs that turned out larger than planned; a still larger one takes its place."""
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -191,8 +193,11 @@ class Room:
     def grow_saved(self, nbytes: int) -> None:
         """Larger slots for saved inputs; all lanes must be idle."""
         size, count = aligned(nbytes), self.placement.slots
-        pool = HostPool(needed_bytes([size] * count))
-        self.pools.append(pool)
+        for i in range(count):
+            self.slots.pop(f"host.x#{i}", None)
+        if self.grown is not None:
+            self.grown.close()
+        pool = self.grown = HostPool(needed_bytes([size] * count))
         self.slots |= {f"host.x#{i}": pool.take(f"host.x#{i}", size) for i in range(count)}
         self.extents = {place: extent for place, extent in self.extents.items() if not place.startswith("x")}
 
@@ -228,7 +233,7 @@ class Room:
         """Give all memory back; scratch goes, state too unless it is to be kept."""
         for held in (self.slots, self.homes, self.live, self.saved, self.shapes, self.squares, self.due):
             held.clear()  # type: ignore[attr-defined]
-        for pool in self.pools:
+        for pool in (*self.pools, *([self.grown] if self.grown else [])):
             pool.close()
         if self.disk is not None:
             self.disk.close(keep_state)
