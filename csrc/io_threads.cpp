@@ -142,7 +142,7 @@ IoFault run_transfer(Pool &pool, const Transfer &transfer) {
   if (flags < 0) return {1, errno, transfer.offset, transfer.num_bytes, 0, skip / kPieceBytes, 0, 0};
   work.direct = flags & O_DIRECT;
   int64_t num_requests = (skip + transfer.num_bytes - work.first + kRequestBytes - 1) / kRequestBytes;
-  Job job{request, &work, transfer.num_bytes > 0 ? num_requests : 0, 1 << 20};
+  Job job{request, &work, transfer.num_bytes > 0 ? num_requests : 0, kMaxThreads};
   if (!pool.run(job, false)) return {3, ECHILD, transfer.offset, transfer.num_bytes, 0, 0, 0, 0};
   return work.fault;
 }

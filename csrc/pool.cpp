@@ -9,7 +9,7 @@ int Pool::grow(int num_threads) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (owner_ == 0) owner_ = getpid();
   if (owner_ != getpid()) return 0;
-  if (num_threads > 256) num_threads = 256;
+  if (num_threads > kMaxThreads) num_threads = kMaxThreads;
   // Signals stay with the threads Python knows: a Ctrl-C must interrupt the main thread, not a transfer.
   sigset_t all, before;
   sigfillset(&all);

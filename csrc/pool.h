@@ -11,6 +11,8 @@
 
 namespace offloadz {
 
+constexpr int kMaxThreads = 256; // of a team; MAX_THREADS in runtime/threads.py is the same
+
 // One call's work: `part(arg, i)` for i in [0, num_parts), each once, in any order, on at most `limit` threads at a
 // time. It lives on the caller's stack.  A part that returns false keeps the parts not yet begun from being handed out.
 struct Job {
@@ -46,7 +48,7 @@ private:
   Job *head_ = nullptr;
   bool stop_ = false;
   int num_threads_ = 0;
-  pthread_t threads_[256];
+  pthread_t threads_[kMaxThreads];
   pid_t owner_ = 0;
 };
 

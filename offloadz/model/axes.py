@@ -24,7 +24,7 @@ Shapes = tuple[tuple[int, ...] | None, ...]
 
 
 class Seen(BaseException):
-    """Ends the looking forward once the last block has been reached; never leaves `find`."""
+    """Ends the looking forward once the last block has been reached; never leaves the call that looks."""
 
 
 @dataclass(frozen=True)

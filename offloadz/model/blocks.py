@@ -125,8 +125,6 @@ class BlockSeat:
         share = 1.0 if axis is None else call.ranges[micro][1] / max(1, call.hidden.shape[axis])
         return round(call.hidden.nbytes * share)
 
-    # ---- computation -------------------------------------------------------------------------------------------
-
     def forward(self, call: Call, graded: bool) -> tuple[Any, ...]:
         """Run every micro-batch without a graph; returns the output leaves for all rows."""
         session = self.stage.session

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -82,8 +83,6 @@ class Run:
 
     def __post_init__(self) -> None:
         self._mark()
-
-    # ---- training ----------------------------------------------------------------------------------------------
 
     def step(self, batch: Batch, loss_fn: Callable[[nn.Module, Batch], Tensor] | None = None) -> Tensor:
         """One optimizer step on a batch; returns the loss (float64, no dimensions).
@@ -246,10 +245,8 @@ class Run:
         if self._stepping:
             self._stepping = False
             self.session.step -= 1
-        try:
+        with suppress(Exception):  # the error under way is the one to see; this one comes again at the next call
             self.session.abandon()
-        except Exception:  # the error under way is the one to see; this one comes again at the next call
-            pass
 
     def _give_up_rows(self) -> None:
         self.stage.rows_due.clear()
@@ -281,8 +278,6 @@ class Run:
             "bytes_read": float(disk.bytes_read if disk else 0),
             "bytes_written": float(disk.bytes_written if disk else 0),
         }
-
-    # ---- rest --------------------------------------------------------------------------------------------------
 
     def flush(self) -> None:
         """Return when every update is done and home."""
@@ -340,7 +335,7 @@ class Run:
                 f"materialize: the weights take {need} bytes, {free} are available; export the model instead"
             )
         whole: dict[str, Tensor] = {}
-        shapes = {name: p for name, p in self.model.named_parameters()}
+        shapes = dict(self.model.named_parameters())
         for view in self.session.parts():
             for span in spans(view.unit, view.part):
                 name = span.member.name
@@ -386,7 +381,10 @@ RUNS: dict[int, Run] = {}
 def _rows(batch: dict[str, Any], rows: int, first: int, last: int) -> dict[str, Any]:
     if (first, last) == (0, rows):
         return batch
-    cut = lambda x: x[first:last] if isinstance(x, Tensor) and x.dim() and x.shape[0] == rows else x  # noqa: E731
+
+    def cut(x: Any) -> Any:
+        return x[first:last] if isinstance(x, Tensor) and x.dim() and x.shape[0] == rows else x
+
     return {key: cut(value) for key, value in batch.items()}
 
 

@@ -22,11 +22,11 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from offloadz.memory.tier import NEVER_WRITTEN as NEVER_WRITTEN
+from offloadz.memory.tier import PIECE_BYTES
 from offloadz.runtime.checks import check_apart, check_number, check_tensor, check_threads
 
 ISA_LEVELS = ("baseline", "avx2", "avx512")
-PIECE_BYTES = 1 << 20
-NEVER_WRITTEN = -1
 _ABI_VERSION = 1
 _FLOATS = (torch.bfloat16, torch.float32)
 

@@ -39,9 +39,9 @@ def parts(room: Room, write: bool = False) -> Iterator[PartView]:
 
 
 def put(room: Room, index: int, k: int, master: Tensor) -> None:
-    """Set a part's weights from fp32 values; what the stored dtype cannot hold goes to the low master bits.
+    """Set a fresh part's weights from fp32 values; what the stored dtype cannot hold goes to the low master bits.
 
-    Moments stay what they are; fresh ones on disk are a flag, not bytes.
+    Moments become zero.  On disk a state of zeros stays the flag "never written", so it is sent only for its low bits.
     """
     unit = room.spec.units[index]
     part = unit.parts[k]
