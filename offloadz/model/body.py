@@ -54,7 +54,7 @@ class Body:
     def leaves(self, sections: list[Tensor], slopes: list[Tensor], touched: set[str]) -> dict[str, Tensor]:
         """Views that require gradients and add them in place to the slope sections; notes in `touched` who got one."""
         weights = self.views(sections)
-        for name in self._trained:
+        for name in self._trained - self.frozen():
             leaf = weights[name].detach().requires_grad_()
             if leaf.dtype != torch.float32:
                 leaf.grad_dtype = torch.float32
@@ -63,6 +63,11 @@ class Body:
             leaf.register_post_accumulate_grad_hook(lambda _, name=name: touched.add(name))  # type: ignore[misc]
             weights[name] = leaf
         return weights
+
+    def frozen(self) -> set[str]:
+        """Names of parameters that take no gradient now: by themselves at rest, as a user may set from step to step."""
+        held = ((place.name, place.module._parameters[place.attribute]) for place in self.places)
+        return {name for name, param in held if param is not None and not param.requires_grad}
 
     @contextmanager
     def lent(self, weights: Mapping[str, Tensor]) -> Iterator[None]:

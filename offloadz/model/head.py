@@ -38,7 +38,6 @@ class HeadSeat:
         spec = stage.session.spec
         self.units = spec.seats[index].units
         self.trainable = any(spec.units[u].trainable for u in self.units)
-        self.parameter_names = [place.name for place in body.places]
         last = spec.units[self.units[-1]].sections[0].members[0]
         self.num_words = last.first_row + last.shape[0]
         body.stand_in(self.__call__)
@@ -100,10 +99,10 @@ class HeadSeat:
         weight, *bias = room.weights(op.unit, op.reads[0])
         tile = Tile(weight.view(member.shape), None, member.first_row, *bias)
         if with_slope:
-            self.stage.touched.update(self.parameter_names)
-            slopes = room.slopes(op.unit, op.reads[-1])
-            tile.slope = slopes[0].view(member.shape) if sections[0].trainable else None
-            tile.bias_slope = slopes[1] if bias and sections[1].trainable else None
+            slopes, still = room.slopes(op.unit, op.reads[-1]), self.body.frozen()
+            self.stage.touched.update({place.name for place in self.body.places} - still)
+            tile.slope = slopes[0].view(member.shape) if member.name not in still else None
+            tile.bias_slope = slopes[1] if bias and sections[1].members[0].name not in still else None
         return tile
 
 

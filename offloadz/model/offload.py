@@ -180,6 +180,7 @@ def _assemble(
     stage.watch(*([model, base] if has_base else [model]))  # type: ignore[list-item]
     loss_head = LossHead(stage, model, base, heads[0]) if heads and has_base else None  # type: ignore[arg-type]
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    stage.still = {n: p for n, p in model.named_parameters() if not p.requires_grad}
     run_box: list[Run] = []
     optimizer = RunOptimizer(settings, named, lambda: run_box[0]._take())
     run = Run(model, stage, session, seats, optimizer, loss_head, plan, max_grad_norm=max_grad_norm, threads=threads)

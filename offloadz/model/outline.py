@@ -1,8 +1,9 @@
 """What a module consists of: its repeated blocks, tables, head and single modules, as a spec the plan understands.
 
 Blocks are the longest list of modules of one type (or the lists a user names); embeddings outside them are tables; the
-output layer is a head where it is a plain product; everything else outside is a single module.  No model family is
-named.  What does not fit this picture is refused by name, before a weight is read.
+output layer is a head where it is a plain product; everything else outside is a single module, or moves like a block
+where it has parameters of its own beside modules inside.  No model family is named.  What does not fit this picture is
+refused by name, before a weight is read.
 """
 
 from __future__ import annotations
@@ -38,11 +39,17 @@ def outline(
 ) -> Outline:
     """The outline of a model whose working weights are stored in `dtype`.
 
-    `blocks`: names of the lists whose entries are the blocks; empty: the longest.  Raises ConfigError naming what is not
-    built: a model without repeated blocks, parameters shared between blocks, parameters of a module with children.
+    `blocks`: names of the lists whose entries are the blocks; empty: the longest.  Raises ConfigError naming what is
+    not built: a model without repeated blocks, parameters shared between blocks or around them, encoder-decoders.
     """
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise ConfigError(
+            f"{type(model).__name__} is an encoder with a decoder: its decoder's blocks take the encoder's states, which"
+            " want a gradient beside the hidden state; such blocks are not built"
+        )
     names = {id(p): name for name, p in model.named_parameters()}
     prefixes = block_names(model, blocks)
+    prefixes += _wholes(model, prefixes)
     _check_shared(model, prefixes, names)
     outer = {n: m for n, m in model.named_modules() if n and not _inside(n, prefixes)}
     tables = {n: m for n, m in outer.items() if isinstance(m, nn.Embedding)}
@@ -98,6 +105,25 @@ def _owns(module: nn.Module) -> bool:
     return any(p is not None for p in module._parameters.values())
 
 
+def _wholes(model: nn.Module, prefixes: Sequence[str]) -> list[str]:
+    """Modules with parameters of their own beside modules inside (a vision model's embeddings): taken like blocks.
+
+    A parameter that stands around the blocks would be needed while they run.
+    """
+    found: list[str] = []
+    for name, module in model.named_modules():
+        if not _owns(module) or next(module.children(), None) is None or _inside(name, [*prefixes, *found]):
+            continue
+        if not name or any(prefix.startswith(f"{name}.") for prefix in prefixes):
+            own = next(n for n, p in module._parameters.items() if p is not None)
+            raise ConfigError(
+                f"{name or 'the model'}.{own}: a parameter of a module that has the blocks inside is not built;"
+                " move it into a module of its own"
+            )
+        found.append(name)
+    return found
+
+
 def _check_shared(model: nn.Module, prefixes: Sequence[str], names: dict[int, str]) -> None:
     """A parameter of two blocks would need both at once."""
     by_name = dict(model.named_modules())
@@ -110,12 +136,6 @@ def _check_shared(model: nn.Module, prefixes: Sequence[str], names: dict[int, st
                     f"{names[id(param)]} is shared by the blocks {before} and {prefix}; such sharing is not built, untie them"
                 )
     for name, module in by_name.items():
-        children = next(module.children(), None) is not None
-        if _owns(module) and children and not _inside(name, prefixes):
-            own = next(n for n, p in module._parameters.items() if p is not None)
-            raise ConfigError(
-                f"{name or 'the model'}.{own}: a parameter of a module that has other modules inside, outside the blocks, is not built; move it into a module of its own"
-            )
         if not _inside(name, prefixes):
             for param in module._parameters.values():
                 if param is not None and id(param) in owner:

@@ -70,6 +70,8 @@ class Stage:
     """While set, the head answers with the products of this tile."""
     answer: Any = None
     """While set, the base model answers with this instead of running."""
+    still: dict[str, nn.Parameter] = field(default_factory=dict)
+    """Parameters that were frozen when the run began: they have no gradient, no state, and no way back."""
     hooks: list[Any] = field(default_factory=list)
 
     def watch(self, *modules: nn.Module) -> None:
@@ -89,6 +91,7 @@ class Stage:
         if torch.is_grad_enabled():
             kwargs = self._without_cache(module, kwargs)
             self._refuse_recorded(module, kwargs)
+            self._refuse_thawed()
         rows = next((t.shape[0] for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.dim()), 0)
         self.root = RootCall(module, args, kwargs, rows)
         return args, kwargs
@@ -115,6 +118,14 @@ class Stage:
             if asked:
                 raise ConfigError(
                     f"{name}=True with gradients on is not built: it is recorded inside the blocks, where no graph is; set it to False"
+                )
+
+    def _refuse_thawed(self) -> None:
+        for name, param in self.still.items():
+            if param.requires_grad:
+                raise ConfigError(
+                    f"{name} requires a gradient, but was frozen when the run began and has no optimizer state: begin"
+                    " with it trained and freeze it by requires_grad_(False) for as long as you like, or offload anew"
                 )
 
     @property

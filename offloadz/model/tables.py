@@ -44,7 +44,7 @@ class TableSeat:
         stage = self.stage
         if stage.probe is not None:
             return torch.zeros(*ids.shape, self.width)
-        graded = torch.is_grad_enabled() and self.trainable
+        graded = torch.is_grad_enabled() and self.trainable and not self.body.frozen()
         if graded:
             return _Lookup.apply(stage.anchor, self, ids)  # type: ignore[no-any-return]
         return self.forward(ids, False)[0]
