@@ -6,12 +6,16 @@ Tests marked `full` are whole products of settings (thousands of runs) and are l
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # runs that tests start: they share the machine, and products are tiny
 
 
 def pytest_configure(config: pytest.Config) -> None:

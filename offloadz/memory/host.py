@@ -158,7 +158,7 @@ class HostPool:
 
 
 def give_back() -> None:
-    """Return freed memory of the C allocator to the system: after a tokenizer of 33 MB it holds 300 MB that nobody needs."""
+    """Return what the C allocator holds free to the system: 300 MB after a tokenizer of 33 MB."""
     gc.collect()
     trim = getattr(_libc, "malloc_trim", None)  # glibc's
     if trim is not None:

@@ -39,15 +39,15 @@ class Op:
     def at(self, reads: tuple[str, ...], writes: tuple[str, ...]) -> Op:
         """The same work over other places (built directly: a 13B step has twenty thousand ops)."""
         return Op(
-            self.lane, self.verb, self.phase, reads, writes, self.seat, self.unit, self.part, self.call, self.micro, self.nbytes,
-            self.after, self.enters,
+            self.lane, self.verb, self.phase, reads, writes, self.seat, self.unit, self.part, self.call, self.micro,
+            self.nbytes, self.after, self.enters,
         )  # fmt: skip
 
     def linked(self, after: tuple[int, ...], enters: tuple[str, ...]) -> Op:
         """The same work with its edges."""
         return Op(
-            self.lane, self.verb, self.phase, self.reads, self.writes, self.seat, self.unit, self.part, self.call, self.micro,
-            self.nbytes, after, enters,
+            self.lane, self.verb, self.phase, self.reads, self.writes, self.seat, self.unit, self.part, self.call,
+            self.micro, self.nbytes, after, enters,
         )  # fmt: skip
 
     def text(self) -> str:
@@ -67,8 +67,8 @@ class Op:
         seat, unit, part, call, micro = map(int, words[3].split("/"))
         tail = dict(zip(words[8::2], words[9::2], strict=True))
         return Op(
-            words[0], words[1], words[2], _names(words[5]), _names(words[7]), seat, unit, part, call, micro, int(words[4]),
-            tuple(map(int, _names(tail.get("after", "")))), _names(tail.get("enters", "")),
+            words[0], words[1], words[2], _names(words[5]), _names(words[7]), seat, unit, part, call, micro,
+            int(words[4]), tuple(map(int, _names(tail.get("after", "")))), _names(tail.get("enters", "")),
         )  # fmt: skip
 
 

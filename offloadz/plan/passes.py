@@ -55,7 +55,8 @@ def place(program: Program, placement: Placement) -> Program:
                 free = [i for i, (until, _) in enumerate(slots) if until < index]
                 if not free:
                     raise DoesNotFit(
-                        f"pool {pool} has {placement.slots} slots and op {index} ({op.verb}) needs one more; raise offload.slots"
+                        f"pool {pool} has {placement.slots} slots and op {index} ({op.verb}) needs one more;"
+                        " raise offload.slots"
                     )
                 slot = min(free, key=lambda i: slots[i][1])
                 slots[slot] = (lifetimes[index, value], index)
@@ -131,4 +132,3 @@ def check(program: Program) -> None:
         forward = [a for a in op.after if a >= index]
         if forward:
             raise RuntimeError(f"op {index} waits for op {forward[0]}:\n{program.text(index)}")
-

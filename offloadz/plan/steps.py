@@ -1,8 +1,8 @@
 """A step as a sequential program: what has to happen, in an order that one thread could follow.
 
-A step is told as *phases*: turns of seats forward, turns backward, the end of the gradients, updates.  The builder knows
-nothing of time; `passes` makes the program fast.  One builder serves every mode (training, several backward passes,
-evaluation, what is left after a block came out of turn): they differ in the phases they are given.
+A step is told as *phases*: turns of seats forward, turns backward, the end of the gradients, updates.  The builder
+knows nothing of time; `passes` makes the program fast.  One builder serves every mode (training, several backward
+passes, evaluation, what is left after a block came out of turn): they differ in the phases they are given.
 
 Updates stand in the order of need: those of a seat just before its next forward (hold, `design: exact clipping`), so
 they run under the forward of the seats before it.  That costs one gradient in the storage dtype per parameter, and buys
@@ -12,6 +12,7 @@ exact clipping with the overlap kept.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from offloadz.plan.ops import Op, Program
 from offloadz.plan.placement import Placement, accumulates
@@ -127,7 +128,7 @@ class Script:
         """Bring a stored value along a route; returns the places to read it from."""
         name = f"{kind}{unit}" if part < 0 else f"{kind}{unit}.{part}"
         places = self.home(kind, unit, route[0], part)
-        for tier, onward in zip(route, route[1:], strict=False):
+        for tier, onward in pairwise(route):
             lane, verb = HOPS[tier, onward]
             target = (f"{name}@{onward}",)
             self.emit(lane, f"{verb}.{kind}", reads=places, writes=target, unit=unit, part=part, nbytes=nbytes)
@@ -166,7 +167,8 @@ class Script:
     ) -> None:
         size = self.spec.units[unit].num_elements
         self.emit(
-            "device", verb, reads=reads, writes=writes, seat=turn.seat, unit=unit, call=turn.call, micro=micro, nbytes=size
+            "device", verb, reads=reads, writes=writes, seat=turn.seat, unit=unit, call=turn.call, micro=micro,
+            nbytes=size,
         )  # fmt: skip
 
     def keep(self, turn: Turn, unit: int, micro: int) -> None:
@@ -174,7 +176,7 @@ class Script:
         name = f"x{turn.call}.{micro}"
         places = (f"{name}@live",)
         route = self.placement.saved_route
-        for tier, onward in zip(route, route[1:], strict=False):
+        for tier, onward in pairwise(route):
             lane, verb = HOPS[tier, onward]
             target = (f"{name}@{onward}",)
             self.emit(
@@ -190,7 +192,7 @@ class Script:
         name, places = f"x{turn.call}.{micro}", (f"x{turn.call}.{micro}@{home}",)
         route = ("disk", "host") if home == "disk" else ("host",)
         route = route if self.placement.unified else (*route, "compute")
-        for tier, onward in zip(route, route[1:], strict=False):
+        for tier, onward in pairwise(route):
             lane, verb = HOPS[tier, onward]
             target = (f"{name}@{onward}",)
             self.emit(
@@ -237,7 +239,7 @@ class Script:
         if not last and not accumulates(self.spec, self.placement, unit):
             raise RuntimeError(f"{self.spec.units[unit].name}: several backward turns in a step planned for one")
         route, places = self.placement.grad_route, (f"g{unit}@compute",)
-        for tier, onward in zip(route, route[1:], strict=False):
+        for tier, onward in pairwise(route):
             lane, verb = HOPS[tier, onward]
             final = onward == route[-1]
             target = self.home("g", unit, onward) if final else (f"g{unit}@{onward}",)

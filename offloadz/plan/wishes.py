@@ -58,7 +58,8 @@ def _reading_bytes(config: Config, directory: Path) -> int:
     """What reading the tokenizer and the records takes, from the sizes of their files."""
     tokenizer = directory / "tokenizer.json"
     records = {path for pattern in (*config.data.train, *config.data.eval) for path in glob(pattern)}
-    return reading(tokenizer.stat().st_size if tokenizer.exists() else 0, sum(os.path.getsize(path) for path in records))
+    tokenizer_bytes = tokenizer.stat().st_size if tokenizer.exists() else 0
+    return reading(tokenizer_bytes, sum(os.path.getsize(path) for path in records))
 
 
 def this_machine(config: Config, name: str | None = None) -> Machine:
