@@ -127,7 +127,7 @@ def hazards(program: Program) -> list[set[int]]:
 
 
 def check(program: Program) -> None:
-    """Edges point backward, and a lane's ops that share a slot keep their order: else the passes are at fault."""
+    """Edges point backward: a walk would wait for ever for an op that it has not submitted."""
     for index, op in enumerate(program.ops):
         forward = [a for a in op.after if a >= index]
         if forward:

@@ -73,6 +73,12 @@ class Placement:
             self.activations
         ]
 
+    @property
+    def restored_route(self) -> tuple[str, ...]:
+        """Tiers from the home of a saved activation to where the backward reads it."""
+        route = ("disk", "host") if self.activations == "disk" else ("host",)
+        return route if self.unified else (*route, "compute")
+
     def _to_host(self, home: str) -> tuple[str, ...]:
         return {
             "disk": ("disk", "host"),

@@ -128,10 +128,16 @@ class Script:
         """Bring a stored value along a route; returns the places to read it from."""
         name = f"{kind}{unit}" if part < 0 else f"{kind}{unit}.{part}"
         places = self.home(kind, unit, route[0], part)
+        return self.along(route, kind, name, places, unit=unit, part=part, nbytes=nbytes)
+
+    def along(
+        self, route: tuple[str, ...], kind: str, name: str, places: tuple[str, ...], **fields: int
+    ) -> tuple[str, ...]:
+        """An op per step of a route, for the value `name` that stands at `places`; returns where it then is."""
         for tier, onward in pairwise(route):
             lane, verb = HOPS[tier, onward]
             target = (f"{name}@{onward}",)
-            self.emit(lane, f"{verb}.{kind}", reads=places, writes=target, unit=unit, part=part, nbytes=nbytes)
+            self.emit(lane, f"{verb}.{kind}", reads=places, writes=target, **fields)
             places = target
         return places
 
@@ -174,32 +180,20 @@ class Script:
     def keep(self, turn: Turn, unit: int, micro: int) -> None:
         """Send the input of a micro-batch to its home."""
         name = f"x{turn.call}.{micro}"
-        places = (f"{name}@live",)
-        route = self.placement.saved_route
-        for tier, onward in pairwise(route):
-            lane, verb = HOPS[tier, onward]
-            target = (f"{name}@{onward}",)
-            self.emit(
-                lane, f"{verb}.x", reads=places, writes=target, seat=turn.seat, unit=unit, call=turn.call, micro=micro
-            )
-            places = target
+        self.along(
+            self.placement.saved_route, "x", name, (f"{name}@live",), seat=turn.seat, unit=unit, call=turn.call,
+            micro=micro,
+        )  # fmt: skip
 
     def kept(self, turn: Turn, unit: int, micro: int) -> tuple[str, ...]:
         """Bring the saved input back; returns the places to read it from."""
-        home = self.placement.saved_route[-1]
+        name, home = f"x{turn.call}.{micro}", self.placement.saved_route[-1]
         if home == "compute":
-            return (f"x{turn.call}.{micro}@live",)
-        name, places = f"x{turn.call}.{micro}", (f"x{turn.call}.{micro}@{home}",)
-        route = ("disk", "host") if home == "disk" else ("host",)
-        route = route if self.placement.unified else (*route, "compute")
-        for tier, onward in pairwise(route):
-            lane, verb = HOPS[tier, onward]
-            target = (f"{name}@{onward}",)
-            self.emit(
-                lane, f"{verb}.x", reads=places, writes=target, seat=turn.seat, unit=unit, call=turn.call, micro=micro
-            )
-            places = target
-        return places
+            return (f"{name}@live",)
+        return self.along(
+            self.placement.restored_route, "x", name, (f"{name}@{home}",), seat=turn.seat, unit=unit, call=turn.call,
+            micro=micro,
+        )  # fmt: skip
 
     def backward(self, turn: Turn, more: set[int]) -> None:
         """A turn backward; `more`: units whose gradient gets further terms from later turns."""
@@ -238,7 +232,8 @@ class Script:
             return
         if not last and not accumulates(self.spec, self.placement, unit):
             raise RuntimeError(f"{self.spec.units[unit].name}: several backward turns in a step planned for one")
-        route, places = self.placement.grad_route, (f"g{unit}@compute",)
+        route = self.placement.grad_route
+        places: tuple[str, ...] = (f"g{unit}@compute",)
         for tier, onward in pairwise(route):
             lane, verb = HOPS[tier, onward]
             final = onward == route[-1]
@@ -246,13 +241,13 @@ class Script:
             verb = f"{verb}.g" if tier != "compute" else ("drain.g" if last else "save.g")
             verb += ".sum" if tier != "compute" and not last else ""
             self.emit(lane, verb, reads=places, writes=target, unit=unit, nbytes=self.grad_bytes(unit, last))
-            places = target  # type: ignore[assignment]
+            places = target
         self.grads[unit] = "done" if last else "sum"
 
     def grad_bytes(self, unit: int, last: bool) -> int:
-        owner = self.spec.units[unit]
-        item = ITEM_BYTES[self.spec.dtype] if last else 4
-        return owner.num_trainable * item
+        """Bytes a gradient moves: in each section's own dtype once rounded, else fp32."""
+        trained = (s for s in self.spec.units[unit].sections if s.trainable)
+        return sum(s.num_elements * (ITEM_BYTES[s.dtype] if last else 4) for s in trained)
 
     def finish(self, tables: tuple[int, ...]) -> None:
         """Add the rows of looked-up tables, round what is still an open sum, then the norm over all gradients."""
