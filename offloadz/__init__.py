@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 __all__ = [
-    "AdamW", "ConfigError", "DamagedState", "DiskFailed", "DoesNotFit", "Run", "UpdateFailed", "load", "offload", "token_logprobs",
+    "AdamW", "ConfigError", "DamagedState", "DiskFailed", "DoesNotFit", "Run", "UpdateFailed", "load", "offload",
+    "token_logprobs",
 ]  # fmt: skip
 
 _ROOMS = {

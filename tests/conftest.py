@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # runs that tests start: they share the machine, and products are tiny
 
 

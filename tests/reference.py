@@ -37,7 +37,8 @@ def plain_run(
     """Train `model` (fp32) on `batches`, one optimizer step each.  `bf16_weights`: compute with rounded masters."""
     masters = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
     leaves = {n: m.requires_grad_() for n, m in masters.items()}
-    optimizer = torch.optim.AdamW(leaves.values(), lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, foreach=False)
+    settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+    optimizer = torch.optim.AdamW(leaves.values(), **settings, foreach=False)
     trace = Trace()
     params = dict(model.named_parameters())
     for batch in batches:
@@ -80,4 +81,5 @@ def summed_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """Sum of the negative log-probabilities of the targets."""
     inputs = {k: v for k, v in batch.items() if k != "labels"}
     logits = model(**inputs, use_cache=False).logits[:, :-1].float()
-    return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=-100, reduction="sum")
+    targets = batch["labels"][:, 1:].flatten()
+    return nn.functional.cross_entropy(logits.flatten(0, 1), targets, ignore_index=-100, reduction="sum")

@@ -19,6 +19,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from offloadz.model.axes import Axes, Probe, Seen, compared, one_more_row, shapes_of
 from offloadz.model.body import Body
+from offloadz.model.recorded import aside, hand_on, recorded_now
 from offloadz.model.stage import Stage
 from offloadz.plan.errors import ConfigError
 from offloadz.plan.ops import Op
@@ -37,7 +38,8 @@ class Call:
         self.axes: Axes | None = None
         self.turn = Turn(-1, -1)
         self.out_spec: TreeSpec | None = None
-        self.out_shapes: list[torch.Size] = []
+        self.recorded = recorded_now()
+        """What transformers records inside the block during this call."""
 
     @property
     def hidden(self) -> Tensor:
@@ -52,6 +54,13 @@ class Call:
     def cut(self, leaf: Any, index: int, micro: int) -> Any:
         axis = self.axes.inputs[index] if self.axes else None
         return leaf if axis is None else leaf.narrow(axis, *self.ranges[micro])
+
+    def run(self, body: Body, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The block's answer, and beside it what was recorded inside."""
+        if not self.recorded:
+            return body.forward(*args, **kwargs)
+        with aside(self.recorded) as lists:
+            return body.forward(*args, **kwargs), lists
 
     def release(self) -> None:
         """The hidden state is saved elsewhere; only its shape is still needed here."""
@@ -81,7 +90,11 @@ class BlockSeat:
             outs = _BlockTurn.apply(stage.anchor, call.hidden, self, call)
         else:
             outs = self.forward(call, False)
-        return tree_unflatten(list(outs), call.out_spec)
+        answer = tree_unflatten(list(outs), call.out_spec)
+        if call.recorded:
+            answer, lists = answer
+            hand_on(lists)
+        return answer
 
     def _look(self, call: Call) -> Any:
         if self.kind == "block":
@@ -98,7 +111,8 @@ class BlockSeat:
         for index in call.side_at:
             if call.leaves[index].requires_grad:
                 raise ConfigError(
-                    f"{self.name}: input {index} (shape {tuple(call.leaves[index].shape)}) requires a gradient beside the hidden"
+                    f"{self.name}: input {index} (shape {tuple(call.leaves[index].shape)}) requires a gradient"
+                    " beside the hidden"
                     " state; such blocks are not built: freeze what makes it, or detach it"
                 )
 
@@ -107,7 +121,12 @@ class BlockSeat:
         stage, rows = self.stage, self.stage.rows
         stateful = any(hasattr(leaf, "get_seq_length") for leaf in call.leaves)
         whole = not rows or not stage.micro_rows or stage.micro_rows >= rows or stateful
-        if whole or (self.kind == "module" and call.hidden.shape[0] != rows):
+        if call.recorded and not whole and torch.is_grad_enabled():
+            raise ConfigError(
+                f"{self.name}: {', '.join(call.recorded)} with micro-batches is not built: what is recorded inside blocks"
+                " is for all rows at once; set train.micro_batch_size = train.batch_size"
+            )
+        if whole or call.recorded or (self.kind == "module" and call.hidden.shape[0] != rows):
             call.ranges = [(0, call.hidden.shape[0] if call.hidden.dim() else 0)]
             return
         call.ranges = stage.ranges(rows)
@@ -117,7 +136,8 @@ class BlockSeat:
         call.axes = find_axes(stage, self, call)
         if call.axes.inputs[call.hidden_at] is None:
             raise ConfigError(
-                f"{self.name}: the hidden state {tuple(call.hidden.shape)} has no batch axis; set train.micro_batch_size = train.batch_size"
+                f"{self.name}: the hidden state {tuple(call.hidden.shape)} has no batch axis; set"
+                " train.micro_batch_size = train.batch_size"
             )
 
     def _micro_bytes(self, call: Call, micro: int) -> int:
@@ -144,7 +164,7 @@ class BlockSeat:
         weights = self.body.views(room.weights(self.unit, op.reads[0]))
         args, kwargs = call.inputs(micro, hidden.detach())
         with torch.no_grad(), self.stage.seeded(call.turn.call, micro), self.body.lent(weights):
-            leaves, call.out_spec = tree_flatten(self.body.forward(*args, **kwargs))
+            leaves, call.out_spec = tree_flatten(call.run(self.body, args, kwargs))
         self._gather(call, micro, leaves, outs)
 
     def _gather(self, call: Call, micro: int, leaves: list[Any], outs: list[Any]) -> None:
@@ -185,7 +205,7 @@ class BlockSeat:
         leaves = self.body.leaves(room.weights(self.unit, op.reads[0]), slopes, stage.touched)
         args, kwargs = call.inputs(micro, hidden)
         with torch.enable_grad(), stage.seeded(call.turn.call, micro), self.body.lent(leaves):
-            outs, _ = tree_flatten(self.body.forward(*args, **kwargs))
+            outs, _ = tree_flatten(call.run(self.body, args, kwargs))
         pairs = [
             (out, self._cut_grad(call, index, micro, grad))
             for index, (out, grad) in enumerate(zip(outs, grads, strict=True))
@@ -243,7 +263,8 @@ def find_axes(stage: Stage, seat: BlockSeat, call: Call) -> Axes:
             stage.axes[index, tuple(None if s is None else len(s) for s in shapes)] = axes
     if key not in stage.axes:
         raise ConfigError(
-            f"{seat.name}: its inputs change their form from call to call; set train.micro_batch_size = train.batch_size"
+            f"{seat.name}: its inputs change their form from call to call; set train.micro_batch_size ="
+            " train.batch_size"
         )
     return stage.axes[key]  # type: ignore[no-any-return]
 

@@ -2,8 +2,8 @@
 
 The base model runs once.  Then the causal model's own forward runs per chunk of target tokens and per vocabulary tile,
 with the base answered by the chunk and the head by the tile, so scalings and soft caps of any family act as they are
-written.  A running log-sum-exp over tiles gives each token's log-probability; backward goes over the tiles once more and
-adds the weight gradient in place.  Only positions with a target are computed.
+written.  A running log-sum-exp over tiles gives each token's log-probability; backward goes over the tiles once more
+and adds the weight gradient in place.  Only positions with a target are computed.
 
 Follows the online softmax of Milakov and Gimelshein (2018).  The trade-off: the products with the table are done twice,
 and the largest buffer is one chunk by one tile (512 tokens x 1-16 Mi elements / width) instead of tokens x vocabulary.
@@ -57,7 +57,8 @@ class HeadSeat:
         nbytes = hidden.numel() // max(1, hidden.shape[-1]) * self.num_words * 4
         if nbytes > MAX_LOGITS_BYTES:
             raise DoesNotFit(
-                f"{self.name}: logits of shape {(*hidden.shape[:-1], self.num_words)} take {nbytes} bytes, more than {MAX_LOGITS_BYTES};"
+                f"{self.name}: logits of shape {(*hidden.shape[:-1], self.num_words)} take {nbytes} bytes, more"
+                f" than {MAX_LOGITS_BYTES};"
                 " use offloadz.token_logprobs, which never makes them whole, or fewer rows"
             )
 
@@ -171,8 +172,8 @@ class LossHead:
         hidden = out.last_hidden_state if hasattr(out, "last_hidden_state") else out[0]
         # Asked here: inside a Function gradients are always off, and what an input needs says nothing of the mode.
         graded = torch.is_grad_enabled() and (hidden.requires_grad or self.seat.trainable)
-        rows = _TokenLogprobs.apply(self.stage.anchor, hidden, self, batch["labels"], graded)
-        return rows  # type: ignore[no-any-return]
+        args = (self.stage.anchor, hidden, self, batch["labels"], graded)
+        return _TokenLogprobs.apply(*args)  # type: ignore[no-any-return]
 
     def scored(self, hidden: Tensor, tile: Tile) -> Tensor:
         """fp32 logits (tokens, tile rows) of a chunk of hidden states, by the model's own forward."""
@@ -202,7 +203,8 @@ class LossHead:
             parts = [self.scored(probe, Tile(weight[i : i + 4], None, i)) for i in (0, 4)]
         if not torch.allclose(whole, torch.cat(parts, -1), rtol=1e-4, atol=1e-4):
             raise ConfigError(
-                f"{type(self.model).__name__}: its forward mixes logits of different words, so the loss cannot go by tiles; use step(batch, loss_fn=...)"
+                f"{type(self.model).__name__}: its forward mixes logits of different words, so the loss cannot go"
+                " by tiles; use step(batch, loss_fn=...)"
             )
         self._checked = True
 
@@ -217,7 +219,8 @@ class _Targets:
         wrong = mask & ((shifted < 0) | (shifted >= num_words))
         if wrong.any():
             raise ConfigError(
-                f"label {int(shifted[wrong][0])} is no word of a head with {num_words}; needed: 0 to {num_words - 1}, or -100"
+                f"label {int(shifted[wrong][0])} is no word of a head with {num_words}; needed: 0 to {num_words - 1},"
+                " or -100"
             )
         self.labels = shifted.reshape(-1)
         self.chunks: list[Tensor] = []

@@ -70,12 +70,13 @@ def offload(
 ) -> Run:
     """Offload a module; returns the run that trains it.
 
-    `model`: any module with repeated blocks, with its weights or (from `offloadz.load`) on meta.  `optimizer`: settings,
-    by default torch's AdamW.  `plan`: what `offloadz.plan.search.decide` returned; by default it is made here from the
-    wishes that follow.  `swap`: directory for what is placed on disk.  `parameters`, `gradients`, `optimizer_state`,
-    `activations`: auto | device | host | disk.  `dtype`: of the working weights at rest, by default the parameters' own.
-    `micro_batch_size`, `batch_size` in rows, `max_length` in tokens (0: unknown, grows as met).  `blocks`: names of the
-    lists of blocks, where the longest list is not meant.  `output`: directory of the run, which owns its swap directory.
+    `model`: any module with repeated blocks, with its weights or (from `offloadz.load`) on meta.  `optimizer`:
+    settings, by default torch's AdamW.  `plan`: what `offloadz.plan.search.decide` returned; by default it is made here
+    from the wishes that follow.  `swap`: directory for what is placed on disk.  `parameters`, `gradients`,
+    `optimizer_state`, `activations`: auto | device | host | disk.  `dtype`: of the working weights at rest, by default
+    the parameters' own.  `micro_batch_size`, `batch_size` in rows, `max_length` in tokens (0: unknown, grows as met).
+    `blocks`: names of the lists of blocks, where the longest list is not meant.  `output`: directory of the run, which
+    owns its swap directory.
 
     Raises ConfigError for what is not built or wrong, DoesNotFit with numbers, before a weight is read.
     """
@@ -90,9 +91,9 @@ def offload(
     if len(paths) > 1:
         raise ConfigError(f"swap has {len(paths)} directories; striping over several is not built, give one")
     wishes = Wishes(
-        batch_size=batch_size or max(1, micro_batch_size) * max(1, sweeps), max_length=max_length or 512, micro_batch_size=micro_batch_size,
-        sweeps=sweeps, slots=slots, parameters=parameters, gradients=gradients, optimizer=optimizer_state,
-        activations=activations, swap=bool(paths), disk_free=disk_free(paths[0]) if paths else None,
+        batch_size=batch_size or max(1, micro_batch_size) * max(1, sweeps), max_length=max_length or 512,
+        micro_batch_size=micro_batch_size, sweeps=sweeps, slots=slots, parameters=parameters, gradients=gradients,
+        optimizer=optimizer_state, activations=activations, swap=bool(paths), disk_free=disk_free(paths[0]) if paths else None,
         host_memory=host_memory, threads=threads, random=isinstance(source_of(model), RandomSource),
         score_copies=_score_copies(model),
     )  # fmt: skip

@@ -46,7 +46,8 @@ class AdamW:
             strange = sorted(set(group) - {"match", *GROUP_KEYS})
             if strange or "match" not in group:
                 raise ConfigError(
-                    f"AdamW: a group has {', '.join(strange) or 'no match'}; needed: match and any of {', '.join(GROUP_KEYS)}"
+                    f"AdamW: a group has {', '.join(strange) or 'no match'}; "
+                    f"needed: match and any of {', '.join(GROUP_KEYS)}"
                 )
 
 
@@ -88,7 +89,8 @@ class RunOptimizer(torch.optim.Optimizer):
         """Called by `run.update` (torch's schedulers count it)."""
         if not self.in_update:
             raise RuntimeError(
-                "run.optimizer.step() is called by run.update(); call run.step(batch), or run.backward(loss) and run.update()"
+                "run.optimizer.step() is called by run.update(); call run.step(batch), or run.backward(loss) and"
+                " run.update()"
             )
         self._take()
 

@@ -22,7 +22,8 @@ from offloadz.plan.spec import ModelSpec, Seat
 
 @dataclass(frozen=True)
 class Outline:
-    """A spec, the module of each seat, and the canonical name of the parameter at each (module's identity, attribute)."""
+    """A spec, the module of each seat, and the canonical name of the parameter at each (module's identity,"
+    " attribute)."""
 
     spec: ModelSpec
     modules: tuple[nn.Module, ...]
@@ -44,7 +45,8 @@ def outline(
     """
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise ConfigError(
-            f"{type(model).__name__} is an encoder with a decoder: its decoder's blocks take the encoder's states, which"
+            f"{type(model).__name__} is an encoder with a decoder: its decoder's blocks take the encoder's"
+            " states, which"
             " want a gradient beside the hidden state; such blocks are not built"
         )
     names = {id(p): name for name, p in model.named_parameters()}
@@ -133,14 +135,16 @@ def _check_shared(model: nn.Module, prefixes: Sequence[str], names: dict[int, st
             before = owner.setdefault(id(param), prefix)
             if before != prefix:
                 raise ConfigError(
-                    f"{names[id(param)]} is shared by the blocks {before} and {prefix}; such sharing is not built, untie them"
+                    f"{names[id(param)]} is shared by the blocks {before} and {prefix}; such sharing is not"
+                    " built, untie them"
                 )
     for name, module in by_name.items():
         if not _inside(name, prefixes):
             for param in module._parameters.values():
                 if param is not None and id(param) in owner:
                     raise ConfigError(
-                        f"{names[id(param)]} is shared by {name} and the block {owner[id(param)]}; such sharing is not built, untie them"
+                        f"{names[id(param)]} is shared by {name} and the block {owner[id(param)]}; such sharing"
+                        " is not built, untie them"
                     )
 
 
@@ -163,7 +167,8 @@ def _twins(outer: dict[str, nn.Module], taken: set[str], names: dict[int, str]) 
         owners = {first.setdefault(id(p), name) for p in own}
         if len(owners) > 1:
             raise ConfigError(
-                f"{name} shares only some of its parameters with {sorted(owners - {name})[0]}; share all of them or none"
+                f"{name} shares only some of its parameters with {sorted(owners - {name})[0]}; share all of them"
+                " or none"
             )
         if owners != {name}:
             twins[name] = owners.pop()

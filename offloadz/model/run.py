@@ -1,8 +1,9 @@
 """A run: the one object and the few verbs with which a model is trained.
 
-`step` is one optimizer step.  `backward` and `update` are its halves for a loop of one's own.  Whatever looks at weights
-(`save`, `export`, an evaluation) settles first, so there is no state a user can be in twice.  A step returns when its
-result is decided; its updates run under the next step's forward, with the settings they had when it was decided.
+`step` is one optimizer step.  `backward` and `update` are its halves for a loop of one's own.  Whatever looks at
+weights (`save`, `export`, an evaluation) settles first, so there is no state a user can be in twice.  A step returns
+when its result is decided; its updates run under the next step's forward, with the settings they had when it was
+decided.
 """
 
 from __future__ import annotations
@@ -88,8 +89,8 @@ class Run:
         """One optimizer step on a batch; returns the loss (float64, no dimensions).
 
         `batch`: tensors with rows first, as for a transformers model, with `labels` (-100: no target).  The loss is the
-        mean negative log-probability over all targets of the batch.  `loss_fn(model, batch)` replaces it; it must return
-        a scalar tensor.  Raises before anything is updated; weights are then as before the step.
+        mean negative log-probability over all targets of the batch.  `loss_fn(model, batch)` replaces it; it must
+        return a scalar tensor.  Raises before anything is updated; weights are then as before the step.
         """
         self._check_open()
         require_apart(self.stage, self.loss_head.base if self.loss_head else self.model, batch)
@@ -134,11 +135,13 @@ class Run:
     def _by_tokens(self, batch: Batch) -> float:
         if self.loss_head is None:
             raise ConfigError(
-                f"{type(self.model).__name__} has no output layer with a base model below it; use step(batch, loss_fn=...)"
+                f"{type(self.model).__name__} has no output layer with a base model below it; use step(batch,"
+                " loss_fn=...)"
             )
         if "labels" not in batch:
             raise ConfigError(
-                f"the batch has {', '.join(batch)} and no labels; add labels (-100: no target), or use step(batch, loss_fn=...)"
+                f"the batch has {', '.join(batch)} and no labels; add labels (-100: no target), or use"
+                " step(batch, loss_fn=...)"
             )
         labels = batch["labels"]
         num_targets = int((labels[:, 1:] != -100).sum())
@@ -178,7 +181,8 @@ class Run:
     def _by_function(self, batch: Batch, loss_fn: Callable[[nn.Module, Batch], Tensor]) -> float:
         if self.sweeps > 1:
             raise ConfigError(
-                f"loss_fn with sweeps = {self.sweeps}: a caller's loss is not known to be a sum over rows; set offload.sweeps = 1"
+                f"loss_fn with sweeps = {self.sweeps}: a caller's loss is not known to be a sum over rows; set"
+                " offload.sweeps = 1"
             )
         self.session.rounds = True
         loss = loss_fn(self.model, batch)

@@ -19,8 +19,9 @@ from torch.utils._pytree import tree_leaves
 from offloadz.plan.errors import ConfigError
 from offloadz.runtime.session import Session
 
-RECORDED = ("output_attentions", "output_router_logits")
-"""Outputs that transformers records by hooks inside the blocks, where in training no graph exists."""
+ROUTED = "output_router_logits"
+RECORDED = ("output_attentions", ROUTED)
+"""Outputs that transformers records by hooks inside the blocks; only those of routers have a way out with gradients."""
 
 
 @dataclass
@@ -101,7 +102,8 @@ class Stage:
             self.root = None
 
     def _without_cache(self, module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """A cache that reaches the blocks in training makes a recompute append its keys twice: no cache, or an error."""
+        """A cache that reaches the blocks in training makes a recompute append its keys twice: no cache, or an"
+        " error."""
         config = getattr(module, "config", None)
         if kwargs.get("use_cache"):
             raise ConfigError(
@@ -115,9 +117,15 @@ class Stage:
         config = getattr(module, "config", None)
         for name in RECORDED:
             asked = kwargs[name] if name in kwargs else getattr(config, name, False)
-            if asked:
+            if asked and name != ROUTED:
                 raise ConfigError(
-                    f"{name}=True with gradients on is not built: it is recorded inside the blocks, where no graph is; set it to False"
+                    f"{name}=True with gradients on is not built: it is recorded inside the blocks, where no graph is;"
+                    " set it to False"
+                )
+            if asked and module is not self.model:
+                raise ConfigError(
+                    f"{name}=True and a loss by tokens, which has no router loss in it: pass"
+                    " loss_fn=lambda model, batch: model(**batch).loss, or set it to False"
                 )
 
     def _refuse_thawed(self) -> None:

@@ -67,7 +67,8 @@ class TableSeat:
         if wanted.numel() and (wanted[0] < 0 or wanted[-1] >= self.num_rows):
             worst = int(wanted[-1] if wanted[-1] >= self.num_rows else wanted[0])
             raise ConfigError(
-                f"{self.name}: id {worst} is looked up in a table of {self.num_rows} rows; needed: 0 to {self.num_rows - 1}"
+                f"{self.name}: id {worst} is looked up in a table of {self.num_rows} rows; needed: 0 to"
+                f" {self.num_rows - 1}"
             )
 
     def _embed(self, rows: Tensor, where: Tensor) -> Tensor:

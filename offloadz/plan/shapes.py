@@ -159,7 +159,8 @@ def _check_tables(by_name: Mapping[str, ParamInfo], tables: Sequence[TableInfo],
         others = [h for h in heads if h.weight == head.weight and h.bias != head.bias]
         if others:
             raise ConfigError(
-                f"{head.seat} and {others[0].seat} share a weight and differ in their bias; such heads are not built, untie them"
+                f"{head.seat} and {others[0].seat} share a weight and differ in their bias; such heads are not"
+                " built, untie them"
             )
 
 
