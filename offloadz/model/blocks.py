@@ -123,8 +123,8 @@ class BlockSeat:
         whole = not rows or not stage.micro_rows or stage.micro_rows >= rows or stateful
         if call.recorded and not whole and torch.is_grad_enabled():
             raise ConfigError(
-                f"{self.name}: {', '.join(call.recorded)} with micro-batches is not built: what is recorded inside blocks"
-                " is for all rows at once; set train.micro_batch_size = train.batch_size"
+                f"{self.name}: {', '.join(call.recorded)} with micro-batches is not built: what is recorded inside"
+                " blocks is for all rows at once; set train.micro_batch_size = train.batch_size"
             )
         if whole or call.recorded or (self.kind == "module" and call.hidden.shape[0] != rows):
             call.ranges = [(0, call.hidden.shape[0] if call.hidden.dim() else 0)]

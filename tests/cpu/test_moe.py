@@ -8,13 +8,14 @@ token stay as they were.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import families
 import pytest
 import torch
 from reference import backward
 from safetensors.torch import load_file, save_file
-from tiny_models import assert_same_weights, batches, whole_tensors
+from tiny_models import Outcome, assert_close, assert_same_weights, batches, start_of, train, whole_tensors
 from torch import nn
 
 import offloadz
@@ -102,15 +103,52 @@ def test_routers_get_the_plain_gradients_and_idle_experts_none(family: str, swap
         assert float(first[router].abs().max()) > 0
 
 
+def routed(family: str) -> nn.Module:
+    """With a router loss that weighs as much as the other."""
+    return families.FAMILIES[family].build(output_router_logits=True, router_aux_loss_coef=0.5)
+
+
+def own_loss(model: nn.Module, batch: Any) -> torch.Tensor:
+    return model(**batch, use_cache=False).loss  # type: ignore[no-any-return]
+
+
 @pytest.mark.parametrize("family", MIXED)
-def test_a_router_loss_is_refused_by_name(family: str, swap: Path) -> None:
-    """Trap 3: it is recorded by hooks inside the blocks, where no graph is; its loss is right, its gradient is not."""
-    model = families.FAMILIES[family].build(output_router_logits=True)
-    with offloadz.offload(model, offloadz.AdamW(), swap=swap, **DISK) as run:
-        with pytest.raises(ConfigError, match="output_router_logits=True with gradients on is not built"):
-            run.step(batches(1)[0])
+def test_a_router_loss_reaches_the_routers(family: str, swap: Path) -> None:
+    """Trap 3: recorded by hooks inside the blocks, its value was right and its gradient missing."""
+    steps, plain, wanted = batches(3), routed(family), Outcome()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3, foreach=False)
+    without = families.FAMILIES[family].build()
+    for batch in steps:
+        optimizer.zero_grad()
+        loss = own_loss(plain, batch)
+        loss.backward()
+        wanted.losses.append(float(loss.detach()))
+        wanted.norms.append(float(nn.utils.clip_grad_norm_(plain.parameters(), 1.0, foreach=False)))
+        optimizer.step()
+    wanted.weights = start_of(plain)
+    own_loss(without, steps[0]).backward()
+    norm = float(nn.utils.clip_grad_norm_(without.parameters(), 1.0, foreach=False))
+    assert abs(norm - wanted.norms[0]) > 1e-3 * norm, "the router loss has no gradient to speak of"
+    with offloadz.offload(routed(family), offloadz.AdamW(lr=1e-3), swap=swap, **DISK) as run:
+        found = train(run, steps, loss_fn=own_loss)
+    assert_close(found, wanted, start_of(routed(family)), family)
+
+
+def test_where_a_router_loss_would_be_wrong_it_is_refused_by_name(swap: Path) -> None:
+    model, batch = routed("mixtral"), batches(1)[0]
+    with offloadz.offload(model, offloadz.AdamW(), swap=swap, micro_batch_size=2, **DISK) as run:
+        with pytest.raises(ConfigError, match="output_router_logits=True and a loss by tokens"):
+            run.step(batch)
+        with pytest.raises(ConfigError, match="router_logits with micro-batches is not built"):
+            run.step(batch, loss_fn=own_loss)
         with torch.no_grad():
-            assert model(**batches(1)[0]).router_logits is not None
+            logits = model(**batch).router_logits
+        plain = routed("mixtral")
+        with torch.no_grad():
+            wanted = plain(**batch).router_logits
+        assert len(logits) == len(wanted) == 2
+        for a, b in zip(logits, wanted, strict=True):
+            torch.testing.assert_close(a, b)
 
 
 class Turned(nn.Module):
