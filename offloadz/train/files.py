@@ -43,18 +43,20 @@ def read_objects(file: str) -> Iterator[Found]:
     try:
         if file.endswith(".parquet"):
             yield from _parquet(file)
-        elif file.endswith(".json") and _begins_with_bracket(file):
+        elif file.endswith(".json") and _begins_with(file, b"["):
             yield from _array(file)
+        elif file.endswith(".json") and _begins_with(file, b"{\n", b"{\r\n"):
+            raise ConfigError(f"data: {file} is one object over many lines; needed is an array of records")
         else:
             yield from _lines(file)
     except OSError as error:
         raise ConfigError(f"data: {file} cannot be read: {error.strerror or error}") from error
 
 
-def _begins_with_bracket(file: str) -> bool:
+def _begins_with(file: str, *what: bytes) -> bool:
     with open(file, "rb") as source:
         head = source.read(4096).removeprefix(_MARK).lstrip()
-    return head.startswith(b"[")
+    return head.startswith(what)
 
 
 # --- JSON lines -------------------------------------------------------------------------------------------------------

@@ -194,6 +194,9 @@ def test_arrays_that_are_fine(tmp_path: Path) -> None:
     path.write_text('[{"text": "a"}, 3]')
     with pytest.raises(ConfigError, match="item 2: a JSON int; needed is an object"):
         read_records([str(path)], Cfg())
+    path.write_text('{\n "data": [{"text": "a"}]\n}\n')
+    with pytest.raises(ConfigError, match="one object over many lines; needed is an array"):
+        read_records([str(path)], Cfg())
     path.write_text("[]")
     with pytest.raises(ConfigError, match="no valid record"):
         read_records([str(path)], Cfg())
