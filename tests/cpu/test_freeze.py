@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from reference import backward
-from tiny_models import Outcome, assert_close, assert_same_weights, batches, start_of, tiny, weights
+from families import FAMILIES
+from reference import backward, plain_run
+from tiny_models import Outcome, assert_close, assert_same_weights, batches, start_of, tiny, train, weights
 from torch import nn
 
 import offloadz
@@ -94,3 +95,23 @@ def test_a_pattern_that_matches_nothing_is_refused(key: str, swap: Path) -> None
 def test_freezing_everything_is_refused(swap: Path) -> None:
     with pytest.raises(ConfigError, match="nothing to train"):
         offloadz.offload(tiny("llama"), swap=swap, freeze=["*"])
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("frozen", [["lm_head.bias"], ["lm_head.weight", "*embed_tokens*"]])
+def test_a_head_whose_weight_and_bias_are_not_both_trained(frozen: list[str], tied: bool, swap: Path) -> None:
+    """They lie in one tile, in two sections; a tied weight is the table's too."""
+    patterns = [p for p in frozen if not (tied and p == "lm_head.weight")]  # one parameter, by the table's name
+
+    def make() -> nn.Module:
+        return FAMILIES["phi"].build(tie_word_embeddings=tied)
+
+    model = make()
+    freeze(model, patterns)
+    wanted = plain_run(model, STEPS[:3])
+    with offloadz.offload(make(), offloadz.AdamW(lr=1e-3), swap=swap, freeze=patterns, **DISK) as run:
+        found = train(run, STEPS[:3])
+    assert_close(found, wanted, start_of(make()), str(patterns))
+    start = start_of(make())
+    still = {n for n in found.weights if torch.equal(found.weights[n], start[n])}
+    assert still == {n for n in found.weights if any(fnmatchcase(n, p) for p in patterns)}
