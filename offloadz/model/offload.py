@@ -30,6 +30,7 @@ from offloadz.model.weights import names_of, source_of
 from offloadz.plan.errors import ConfigError, DoesNotFit
 from offloadz.plan.footprint import score_copies
 from offloadz.plan.machine import disk_free, probe_machine
+from offloadz.plan.placement import KINDS
 from offloadz.plan.search import Plan, Wishes, decide
 from offloadz.plan.spec import ITEM_BYTES, ModelSpec
 from offloadz.runtime.room import Room
@@ -93,26 +94,49 @@ def offload(
     wishes = Wishes(
         batch_size=batch_size or max(1, micro_batch_size) * max(1, sweeps), max_length=max_length or 512,
         micro_batch_size=micro_batch_size, sweeps=sweeps, slots=slots, parameters=parameters, gradients=gradients,
-        optimizer=optimizer_state, activations=activations, swap=bool(paths), disk_free=disk_free(paths[0]) if paths else None,
-        host_memory=host_memory, threads=threads, random=isinstance(source_of(model), RandomSource),
+        optimizer=optimizer_state, activations=activations, swap=bool(paths),
+        disk_free=disk_free(paths[0]) if paths else None, host_memory=host_memory, threads=threads,
+        random=isinstance(source_of(model), RandomSource),
         score_copies=_score_copies(model),
     )  # fmt: skip
-    plan = plan or decide(drawn.spec, probe_machine(), wishes)
-    if not plan.fits:
-        raise DoesNotFit(plan.refusal())
+    plan = _settled(plan, drawn.spec, wishes)
     settings = optimizer or AdamW()
     source = source_of(model) or ModuleSource(model)
     room = _furnish(drawn.spec, plan, paths, checksum, output)
     session = Session(room, poison=poison, seed=seed)
+    stage = Stage(session, model, seed)
+    seats: list[SeatLike] = []
     try:
+        for index, module in enumerate(drawn.modules):
+            seats.append(_seat(stage, index, module, drawn))  # refuses what is not built before a weight is read
         fill(session, source)
-        run = _assemble(model, drawn, plan, session, settings, update_threads(threads)[0], seed, max_grad_norm)
+        run = _assemble(model, drawn, plan, stage, seats, settings, update_threads(threads)[0], max_grad_norm)
     except BaseException:
+        for seat in seats:
+            seat.body.stand_out()
         session.close()
         raise
     run.stage.micro_rows = micro_batch_size or (plan.micro_batch_size if batch_size else 0)
     run.sweeps = sweeps or (plan.sweeps if batch_size else 1)
     return run
+
+
+def _settled(plan: Plan | None, spec: ModelSpec, wishes: Wishes) -> Plan:
+    """The plan that is given, if it agrees with the wishes beside it, or the one that the wishes lead to."""
+    if plan is not None:
+        _check_agrees(plan, wishes)
+    plan = plan or decide(spec, probe_machine(), wishes)
+    if not plan.fits:
+        raise DoesNotFit(plan.refusal())
+    return plan
+
+
+def _check_agrees(plan: Plan, wishes: Wishes) -> None:
+    told = {kind: (getattr(wishes, kind), getattr(plan.placement, kind)) for kind in KINDS}
+    told |= {"slots": (wishes.slots or plan.slots, plan.slots), "sweeps": (wishes.sweeps or plan.sweeps, plan.sweeps)}
+    for name, (wished, planned) in told.items():
+        if wished not in ("auto", planned):
+            raise ConfigError(f"offload: {name} = {wished!r} beside a plan that says {planned!r}; give one of the two")
 
 
 def _score_copies(model: nn.Module) -> int:
@@ -128,9 +152,7 @@ def _furnish(spec: ModelSpec, plan: Plan, paths: list[Path], checksum: bool, out
     on_disk = "disk" in (placement.parameters, placement.gradients, placement.optimizer, placement.activations)
     if on_disk and not paths:
         raise ConfigError("something is placed on disk and swap is empty; name a directory in offload.swap")
-    disk = (
-        DiskTier(paths[0], ThreadTransfer(IO_THREADS), checksum=checksum, owner=owner_name(output)) if on_disk else None
-    )
+    disk = _drive(paths[0], checksum, output) if on_disk else None
     room = Room(spec, placement, disk)
     try:
         room.build(plan.batch.tokens_per_micro * spec.hidden_size * ITEM_BYTES[placement.compute])
@@ -138,6 +160,15 @@ def _furnish(spec: ModelSpec, plan: Plan, paths: list[Path], checksum: bool, out
         room.close()
         raise
     return room
+
+
+def _drive(path: Path, checksum: bool, output: Any) -> DiskTier:
+    io = ThreadTransfer(IO_THREADS)
+    try:
+        return DiskTier(path, io, checksum=checksum, owner=owner_name(output))
+    except BaseException:
+        io.close()
+        raise
 
 
 def fill(session: Session, source: Source) -> None:
@@ -165,15 +196,13 @@ def _assemble(
     model: nn.Module,
     drawn: Outline,
     plan: Plan,
-    session: Session,
+    stage: Stage,
+    seats: list[SeatLike],
     settings: AdamW,
     threads: int,
-    seed: int,
     max_grad_norm: float,
 ) -> Run:
-    """Stand-ins in their places, the loss head over them, and the run around all."""
-    stage = Stage(session, model, seed)
-    seats = [_seat(stage, index, module, drawn) for index, module in enumerate(drawn.modules)]
+    """The weights let go of, the loss head over the stand-ins, and the run around all."""
     _to_meta(seats, {m.name for u in drawn.spec.units for s in u.sections if s.trainable for m in s.members})
     heads = [s for s in seats if isinstance(s, HeadSeat)]
     base = getattr(model, "base_model", None)
@@ -184,9 +213,11 @@ def _assemble(
     stage.still = {n: p for n, p in model.named_parameters() if not p.requires_grad}
     run_box: list[Run] = []
     optimizer = RunOptimizer(settings, named, lambda: run_box[0]._take())
-    run = Run(model, stage, session, seats, optimizer, loss_head, plan, max_grad_norm=max_grad_norm, threads=threads)
+    run = Run(
+        model, stage, stage.session, seats, optimizer, loss_head, plan, max_grad_norm=max_grad_norm, threads=threads
+    )
     run_box.append(run)
-    RUNS[id(model)] = run
+    RUNS[id(model)] = stage.run = run
     return run
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -19,15 +20,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from offloadz.memory.flat import spans
 from offloadz.model.blocks import BlockSeat
 from offloadz.model.head import HeadSeat, LossHead
+from offloadz.model.materialize import put_back
 from offloadz.model.optimizer import RunOptimizer
 from offloadz.model.packed import require_apart
 from offloadz.model.stage import Stage
 from offloadz.model.tables import TableSeat
-from offloadz.plan.errors import ConfigError, DoesNotFit
-from offloadz.plan.machine import host_limit
+from offloadz.plan.errors import ConfigError
 from offloadz.plan.ops import LANES, Op
 from offloadz.runtime.meter import process_bytes
 from offloadz.runtime.session import Session
@@ -93,6 +93,8 @@ class Run:
         return a scalar tensor.  Raises before anything is updated; weights are then as before the step.
         """
         self._check_open()
+        if self._stepping:
+            raise RuntimeError("run.step after run.backward would lose those gradients; call run.update() first")
         require_apart(self.stage, self.loss_head.base if self.loss_head else self.model, batch)
         self.session.begin_step()
         self._give_up_rows()
@@ -320,7 +322,8 @@ class Run:
             return
         try:
             if materialize:
-                self._materialize()
+                self.flush()
+                put_back(self.model, self.session, [place for seat in self.seats for place in seat.body.places])
         finally:
             self._closed = True
             for seat in self.seats:
@@ -330,29 +333,6 @@ class Run:
             self.stage.unwatch()
             RUNS.pop(id(self.model), None)
             self.session.close()
-
-    def _materialize(self) -> None:
-        self.flush()
-        need, free = sum(p.numel() * p.element_size() for p in self.model.parameters()), host_limit().available_bytes
-        if need > free:
-            raise DoesNotFit(
-                f"materialize: the weights take {need} bytes, {free} are available; export the model instead"
-            )
-        whole: dict[str, Tensor] = {}
-        shapes = dict(self.model.named_parameters())
-        for view in self.session.parts():
-            for span in spans(view.unit, view.part):
-                name = span.member.name
-                if name not in whole:
-                    whole[name] = torch.empty(shapes[name].shape, dtype=view.weight.dtype)
-                flat, at = whole[name].view(-1), span.first_element
-                flat[at : at + span.stop - span.start] = view.weight[span.part_slice]
-        for seat in self.seats:
-            for place in seat.body.places:
-                old = place.module._parameters[place.attribute]
-                if old is not None and old.is_meta:
-                    place.module._parameters[place.attribute] = nn.Parameter(whole[place.name], old.requires_grad)
-        _tie_again(self.seats)
 
     def _check_open(self) -> None:
         if self._closed:
@@ -378,8 +358,8 @@ def token_logprobs(model: nn.Module | Run, batch: Batch) -> Tensor:
     return run.loss_head.token_logprobs(dict(batch))
 
 
-RUNS: dict[int, Run] = {}
-"""Open runs by the identity of their model."""
+RUNS: weakref.WeakValueDictionary[int, Run] = weakref.WeakValueDictionary()
+"""Open runs by the identity of their model, which keeps its run alive."""
 
 
 def _rows(batch: dict[str, Any], rows: int, first: int, last: int) -> dict[str, Any]:
@@ -390,13 +370,3 @@ def _rows(batch: dict[str, Any], rows: int, first: int, last: int) -> dict[str, 
         return x[first:last] if isinstance(x, Tensor) and x.dim() and x.shape[0] == rows else x
 
     return {key: cut(value) for key, value in batch.items()}
-
-
-def _tie_again(seats: list[SeatLike]) -> None:
-    """One parameter object per name, as before."""
-    first: dict[str, nn.Parameter] = {}
-    for seat in seats:
-        for place in seat.body.places:
-            param = place.module._parameters[place.attribute]
-            if param is not None:
-                place.module._parameters[place.attribute] = first.setdefault(place.name, param)

@@ -74,6 +74,8 @@ class Stage:
     still: dict[str, nn.Parameter] = field(default_factory=dict)
     """Parameters that were frozen when the run began: they have no gradient, no state, and no way back."""
     hooks: list[Any] = field(default_factory=list)
+    run: Any = None
+    """The run all this belongs to, so that it lives as long as the model it stands in for."""
 
     def watch(self, *modules: nn.Module) -> None:
         """Hook the calls of the model (and of the base model inside it)."""
@@ -93,8 +95,7 @@ class Stage:
             kwargs = self._without_cache(module, kwargs)
             self._refuse_recorded(module, kwargs)
             self._refuse_thawed()
-        rows = next((t.shape[0] for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor) and t.dim()), 0)
-        self.root = RootCall(module, args, kwargs, rows)
+        self.root = RootCall(module, args, kwargs, _num_rows(args, kwargs))
         return args, kwargs
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -155,6 +156,13 @@ class Stage:
             yield
         finally:
             torch.set_rng_state(before)
+
+
+def _num_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Rows of a call: of its main input where that is named as transformers names it, else of its first tensor."""
+    named = [kwargs[key] for key in ("input_ids", "inputs_embeds", "pixel_values") if kwargs.get(key) is not None]
+    tensors = [t for t in tree_leaves((named, args, kwargs)) if isinstance(t, Tensor) and t.dim()]
+    return tensors[0].shape[0] if tensors else 0
 
 
 def _mixed(*numbers: int) -> int:
