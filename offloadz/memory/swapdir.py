@@ -201,6 +201,8 @@ def _size_bytes(path: Path) -> int:
 def _clear(path: Path) -> int:
     """Remove everything but the owner file; how many bytes that was."""
     removed_bytes = 0
+    if not path.exists():  # somebody has removed it under the run
+        return 0
     for entry in path.iterdir():
         if entry.name == OWNER_FILE:
             continue

@@ -213,6 +213,11 @@ class _Targets:
     """Positions with a label, cut into chunks that never cross a micro-batch."""
 
     def __init__(self, stage: Stage, hidden: Tensor, labels: Tensor, num_words: int) -> None:
+        if labels.shape != hidden.shape[:2] or labels.dtype != torch.long:
+            raise ConfigError(
+                f"labels have shape {tuple(labels.shape)} and dtype {labels.dtype}; needed: {tuple(hidden.shape[:2])},"
+                " one per position of the input, and torch.int64"
+            )
         shifted = torch.full_like(labels, -100)
         shifted[:, :-1] = labels[:, 1:]
         mask = shifted != -100

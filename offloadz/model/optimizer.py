@@ -7,6 +7,7 @@ torch's schedulers and a user's own loop can change rates, over parameters that 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -103,6 +104,7 @@ class RunOptimizer(torch.optim.Optimizer):
         """What each parameter's next update is called with, by name: copied now, so that a schedule may move on."""
         out: dict[str, tuple[dict[str, Any], ...]] = {}
         for group in self.param_groups:
+            _check_group(group)
             shared = {
                 "lr": float(group["lr"]), "beta1": float(group["betas"][0]), "beta2": float(group["betas"][1]),
                 "eps": float(group["eps"]), "weight_decay": float(group["weight_decay"]),
@@ -111,3 +113,11 @@ class RunOptimizer(torch.optim.Optimizer):
             for name in group["names"]:
                 out[name] = ({**shared, "step": steps.get(name, 0) + 1},)
         return out
+
+
+def _check_group(group: Mapping[str, Any]) -> None:
+    """What a schedule or a caller wrote into a group, looked at before a step is decided by it."""
+    numbers = {"lr": group["lr"], "eps": group["eps"], "weight_decay": group["weight_decay"]}
+    for name, number in numbers.items():
+        if not (math.isfinite(float(number)) and float(number) >= 0):
+            raise ConfigError(f"run.optimizer: {name} = {number} in a parameter group; needed: a number of 0 or more")

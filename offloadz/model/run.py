@@ -9,10 +9,11 @@ decided.
 from __future__ import annotations
 
 import math
+import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -92,47 +93,54 @@ class Run:
         mean negative log-probability over all targets of the batch.  `loss_fn(model, batch)` replaces it; it must
         return a scalar tensor.  Raises before anything is updated; weights are then as before the step.
         """
-        self._check_open()
-        if self._stepping:
+        if self._stepping and self.session.owner is None:
             raise RuntimeError("run.step after run.backward would lose those gradients; call run.update() first")
-        require_apart(self.stage, self.loss_head.base if self.loss_head else self.model, batch)
-        self.session.begin_step()
-        self._give_up_rows()
-        self._open_step()
-        try:
+        with self._working():
+            require_apart(self.stage, self.loss_head.base if self.loss_head else self.model, batch)
+            self.session.begin_step()
+            self._give_up_rows()
+            self._open_step()
             loss = self._by_tokens(batch) if loss_fn is None else self._by_function(batch, loss_fn)
             self.report.loss = loss
             self._decide()
-        except BaseException:
-            self._give_up()
-            raise
+        self.session.prime()
         return torch.tensor(loss, dtype=torch.float64)
 
     def backward(self, loss: Tensor) -> None:
         """One of several backward passes before an `update`; gradients add up in fp32."""
-        self._check_open()
-        self._allow_sums()
-        self.session.expect_more()
-        self._open_step()
-        self.report.loss += float(loss.detach())
-        try:
+        if loss.numel() != 1:
+            raise ConfigError(f"run.backward: a loss of shape {tuple(loss.shape)}; needed: one element")
+        with self._working():
+            self._allow_sums()
+            self.session.expect_more()
+            self._open_step()
+            self.report.loss += float(loss.detach())
             loss.backward()  # type: ignore[no-untyped-call]
-        except BaseException:
-            self._give_up()
-            raise
 
     def update(self) -> None:
         """Clip and update with the gradients of the backward passes since the last update."""
-        self._check_open()
         if not self._stepping:
             raise RuntimeError(
                 "run.update() without a backward pass before it; call run.backward(loss), or run.step(batch)"
             )
-        try:
+        with self._working():
             self._decide()
+        self.session.prime()
+
+    @contextmanager
+    def _working(self) -> Iterator[None]:
+        """One verb at a time, on one thread.  What fails before the step is decided leaves everything as it was."""
+        self._check_open()
+        if self.session.owner is not None:
+            raise RuntimeError("a step of this run is under way, on this or another thread; let it end first")
+        self.session.owner = threading.get_ident()
+        try:
+            yield
         except BaseException:
             self._give_up()
             raise
+        finally:
+            self.session.owner = None
 
     def _by_tokens(self, batch: Batch) -> float:
         if self.loss_head is None:
@@ -146,6 +154,8 @@ class Run:
                 " step(batch, loss_fn=...)"
             )
         labels = batch["labels"]
+        if labels.dim() != 2:
+            raise ConfigError(f"labels have shape {tuple(labels.shape)}; needed: (rows, length)")
         num_targets = int((labels[:, 1:] != -100).sum())
         self.report.tokens = int(batch["attention_mask"].sum()) if "attention_mask" in batch else labels.numel()
         self.report.target_tokens = num_targets
@@ -212,7 +222,6 @@ class Run:
             self.optimizer.in_update = False
         self._note_times()
         self._give_up_rows()
-        self._stepping = False
 
     def _judge(self, norm: float) -> None:
         report = self.report
@@ -234,6 +243,7 @@ class Run:
         for name in due:
             session.steps[name] = session.steps.get(name, 0) + 1
         session.commit(units, due)  # type: ignore[arg-type]
+        self._stepping = False
 
     def _scatter(self, seat: int, op: Op) -> None:
         table = self.seats[seat]
@@ -320,6 +330,8 @@ class Run:
         """End the run; lanes, memory, files and locks are back.  `materialize`: leave the model with its weights."""
         if self._closed:
             return
+        if self.session.owner is not None:
+            raise RuntimeError("run.close() in the middle of a step; let it end, or raise an error to give it up")
         try:
             if materialize:
                 self.flush()

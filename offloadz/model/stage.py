@@ -89,6 +89,7 @@ class Stage:
         self.hooks.clear()
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.session.require_thread()
         if self.probe is not None or self.answer is not None or self.root is not None:
             return None
         if torch.is_grad_enabled():

@@ -23,10 +23,8 @@ from offloadz.model.export import RunStock, master_of
 from offloadz.model.files import FileRecord, StreamReader, StreamWriter
 from offloadz.model.manifest import BUFFERS, MANIFEST, MODEL, MOMENTS, WEIGHTS, read_manifest, verify, write_manifest
 from offloadz.plan.errors import ConfigError
+from offloadz.plan.footprint import EXTRA_ROOM_BYTES
 from offloadz.runtime import native
-
-EXTRA_ROOM_BYTES = 64 << 20
-"""Asked for beyond the tensors: tokenizer, manifest, file system."""
 
 Planned = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 

@@ -30,6 +30,9 @@ BASELINE_BYTES = 440 << 20
 STAGING_BYTES = 16 << 20
 """Aligned buffers for rows of tables and for pieces on their way to or from files."""
 
+EXTRA_ROOM_BYTES = 64 << 20
+"""Asked for beyond a checkpoint's tensors: tokenizer, manifest, file system."""
+
 TOKENIZER_FACTOR = 14
 """Bytes at the height of loading a tokenizer per byte of tokenizer.json (460 MiB for Gemma 3's 33 MB, measured)."""
 
@@ -135,7 +138,8 @@ def footprint(
     still = {"host": {**base, **rest["host"], **passing}, "device": rest["device"], "disk": rest["disk"]}
     # Slots are one allocation whose pages stay once they were written, so they count while a checkpoint is saved.
     resting = {"host": still["host"] | {k: v for k, v in step["host"].items() if k.startswith("slots")}}
-    save = {**still, **resting, "checkpoint": {"checkpoints": (keep + 1) * checkpoint_bytes(spec)}}
+    kept_checkpoints = {"checkpoints": (keep + 1) * checkpoint_bytes(spec), "room beside them": EXTRA_ROOM_BYTES}
+    save = {**still, **resting, "checkpoint": kept_checkpoints}
     export = {**still, **resting, "checkpoint": {"final": spec.num_elements * export_item_bytes}}
     data = {"host": {"interpreter": baseline_bytes, "tokenizer and records": reading_bytes}}
     load = {**still, "host": still["host"] | drawn}

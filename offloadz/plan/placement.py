@@ -108,7 +108,7 @@ def slot_bytes(spec: ModelSpec, placement: Placement, saved_bytes: int = 0) -> d
     if "host" in placement.grad_part_route[1:]:
         pools["host.h"] = aligned(max(p.weight_bytes for p in parts), 1 << 20)  # a transfer ends a checksum piece
     if placement.activations == "disk":
-        pools["host.x"] = aligned(saved_bytes)
+        pools["host.x"] = aligned(saved_bytes, 1 << 20)  # a transfer ends a checksum piece
     if placement.activations != "device" and not placement.unified:
         pools["compute.x"] = aligned(saved_bytes)
     return pools

@@ -68,11 +68,16 @@ class WorkerLane:
         self._jobs: queue.SimpleQueue[tuple[Op, Sequence[Event], Event] | None] = queue.SimpleQueue()
         self.error: tuple[Op, BaseException] | None = None
         self._last: Event | None = None
+        self._closed = False
         self._thread = threading.Thread(target=self._work, name=f"offloadz-{name}", daemon=True)
         self._thread.start()
 
     def submit(self, op: Op, waits: Sequence[Event]) -> Event:
-        event = self._last = Event()
+        event = Event()
+        if self._closed:
+            event.set(RuntimeError(f"lane {self.name} is closed: the run has ended"))
+            return event
+        self._last = event
         self._jobs.put((op, waits, event))
         return event
 
@@ -83,6 +88,7 @@ class WorkerLane:
 
     def close(self, timeout_s: float) -> bool:
         """End the thread after what is submitted; True if it ended in time."""
+        self._closed = True
         self._jobs.put(None)
         self._thread.join(timeout_s)
         return not self._thread.is_alive()

@@ -58,6 +58,8 @@ class Room:
     """(unit, part) to the sum of squares of its rounded gradient."""
     due: dict[str, tuple[dict[str, Any], ...]] = field(default_factory=dict)
     """Parameter name to the settings of the updates that are due (one, or none for a parameter without a gradient)."""
+    spare: list[Extent] = field(default_factory=list)
+    """Extents of saved inputs that grew out of them."""
     pools: list[HostPool] = field(default_factory=list)
     grown: HostPool | None = None
     """The pool of slots for saved inputs that turned out larger than planned; a still larger one takes its place."""
@@ -173,10 +175,24 @@ class Room:
             held = self.saved.get(f"{place}@host")
             if held is None or held.numel() != x.nbytes:
                 self.saved[f"{place}@host"] = torch.empty(x.nbytes, dtype=torch.uint8)
-        if home == "disk" and f"{place}@disk" not in self.extents:
-            size = self.slots["host.x#0"].numel()
-            self.extents[f"{place}@disk"] = self.drive.reserve("scratch", f"activations/{place}.{size}", size)
-            self.drive.allocate()
+        if home == "disk":
+            self._keep_extent(f"{place}@disk", x.nbytes)
+
+    def _keep_extent(self, place: str, nbytes: int) -> None:
+        """An extent for a saved input: the one it had, one that another outgrew, or a new one with room to grow."""
+        held = self.extents.get(place)
+        if held is not None and held.nbytes >= nbytes:
+            return
+        if held is not None:
+            self.spare.append(held)
+        fitting = [extent for extent in self.spare if extent.nbytes >= nbytes]
+        if fitting:
+            self.extents[place] = min(fitting, key=lambda extent: extent.nbytes)
+            self.spare.remove(self.extents[place])
+            return
+        size = aligned(max(nbytes, held.nbytes * 5 // 4 if held is not None else 0))
+        self.extents[place] = self.drive.reserve("scratch", f"activations/{place}.{size}", size)
+        self.drive.allocate()
 
     def kept(self, call: int, micro: int, place: str) -> Tensor:
         """A saved input, from where it was brought to."""
@@ -192,14 +208,13 @@ class Room:
 
     def grow_saved(self, nbytes: int) -> None:
         """Larger slots for saved inputs; all lanes must be idle."""
-        size, count = aligned(nbytes), self.placement.slots
+        size, count = aligned(nbytes, PIECE_BYTES), self.placement.slots
         for i in range(count):
             self.slots.pop(f"host.x#{i}", None)
         if self.grown is not None:
             self.grown.close()
         pool = self.grown = HostPool(needed_bytes([size] * count))
         self.slots |= {f"host.x#{i}": pool.take(f"host.x#{i}", size) for i in range(count)}
-        self.extents = {place: extent for place, extent in self.extents.items() if not place.startswith("x")}
 
     def widen_gradients(self, placement: Placement) -> None:
         """Homes and slots of gradients that hold fp32 sums; all lanes idle, no gradient at rest."""

@@ -12,6 +12,7 @@ alike; where it is not, at most `slots` fetched blocks were read in vain.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -73,6 +74,8 @@ class Session:
         """Graded forward turns of this step that have had no backward."""
         self.history: list[Told] = []
         self.last_step: list[Told] = []
+        self.owner: int | None = None
+        """The thread that is in the middle of a step, whose calls alone the model answers."""
         self.calls = 0
         self.micros = 1
         self.rounds = False
@@ -92,6 +95,7 @@ class Session:
         `call` is -1 for a forward, else the number that the forward's turn was given.
         """
         self.check()
+        self.require_thread()
         if graded and not self.placement.accumulate and self._adds(seat, call):
             self.allow_sums()
         turn = Turn(seat, self.calls if call < 0 else call, micros, graded)
@@ -108,6 +112,11 @@ class Session:
         if graded or torch.is_grad_enabled():
             self.history.append((verb, turn, self.rounds))
         return turn
+
+    def require_thread(self) -> None:
+        """Raise for a call of the model from another thread than the one that is in the middle of a step."""
+        if self.owner not in (None, threading.get_ident()):
+            raise RuntimeError("the model was called from another thread in the middle of a step; wait for the step")
 
     def _adds(self, seat: int, call: int) -> bool:
         """Whether a seat's gradient has several terms: met twice before its backward, or more backwards follow."""
@@ -187,14 +196,13 @@ class Session:
         return sum(value for _, value in sorted(self.room.squares.items()))
 
     def commit(self, units: tuple[int, ...], due: dict[str, tuple[dict[str, object], ...]]) -> None:
-        """The step is decided: updates of `units` are due, with settings now fixed.  Begins the next step."""
+        """The step is decided: updates of `units` are due, with settings now fixed."""
         if self.walk is not None and self.walk.waiting_for is not None:
             self.settle()  # a step without targets never came to the updates of the step before
         self.last_step = self.history or self.last_step
         self._drain()
         self.frontier.clear()  # all lanes are idle; frozen weights would gather readers for ever
         self.room.due, self.pending, self.due_step = due, units, self.step
-        self.prime()
 
     def prime(self) -> None:
         """Begin the transfers and updates of a next step like the last one."""

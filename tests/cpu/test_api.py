@@ -343,7 +343,7 @@ def test_a_materialised_model_can_be_offloaded_again(swap: Path) -> None:
 
 
 def test_materialize_is_refused_where_memory_is_too_small(swap: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from offloadz.model import run as module
+    from offloadz.model import materialize as module
     from offloadz.plan.machine import host_limit
 
     class Small:

@@ -54,7 +54,7 @@ def test_storage_is_the_sum_done_by_hand() -> None:
         "slots host.s": 20, "slots host.h": 4, "slots host.x": 4,
     }  # fmt: skip
     assert step["hidden states"] == 4 * 1024 * WIDTH * 4
-    assert found.terms["save"]["checkpoint"] == {"checkpoints": 3 * 6 * MIB * 12}
+    assert found.terms["save"]["checkpoint"] == {"checkpoints": 3 * 6 * MIB * 12, "room beside them": 64 * MIB}
     assert found.terms["export"]["checkpoint"] == {"final": 12 * MIB}
 
 
