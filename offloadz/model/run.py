@@ -344,6 +344,7 @@ class Run:
                 self.loss_head.stand_out()
             self.stage.unwatch()
             RUNS.pop(id(self.model), None)
+            self.stage.run = None
             self.session.close()
 
     def _check_open(self) -> None:

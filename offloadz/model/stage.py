@@ -7,6 +7,7 @@ with stand-ins that only look, and compares shapes (`axes.py`).  An axis is neve
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ class RootCall:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     rows: int
+    thread: int
 
 
 @dataclass
@@ -96,11 +98,12 @@ class Stage:
             kwargs = self._without_cache(module, kwargs)
             self._refuse_recorded(module, kwargs)
             self._refuse_thawed()
-        self.root = RootCall(module, args, kwargs, _num_rows(args, kwargs))
+        self.root = RootCall(module, args, kwargs, _num_rows(args, kwargs), threading.get_ident())
         return args, kwargs
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        if self.root is not None and self.root.module is module and self.probe is None and self.answer is None:
+        ours = self.root is not None and (self.root.module, self.root.thread) == (module, threading.get_ident())
+        if ours and self.probe is None and self.answer is None:
             self.root = None
 
     def _without_cache(self, module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
