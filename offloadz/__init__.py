@@ -31,6 +31,10 @@ _ROOMS = {
 }
 
 
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])
+
+
 def __getattr__(name: str) -> Any:
     if name not in _ROOMS:
         raise AttributeError(f"module 'offloadz' has no attribute {name!r}; it has {', '.join(__all__)}")

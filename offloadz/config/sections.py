@@ -128,7 +128,7 @@ class OffloadConfig:
     )
     checksum: bool = _key(True, "bool", "CRC32C of every piece on disk", free=True)
     io: str = _key("auto", "text", "disk back end", choices=("auto", "io_uring", "threads"), free=True)
-    threads: int = _key(0, "int", "of the update; 0: cores allowed / local ranks", low=0, free=True)
+    threads: int = _key(0, "int", "of the update; 0: cores allowed / local ranks", low=0, high=256, free=True)
     zero_stage: str | int = _key("auto", "stage", "auto | 0-3, with torchrun", free=True)
 
     @property

@@ -165,7 +165,7 @@ class LossHead:
         self.base.__dict__.pop("forward", None)
 
     def token_logprobs(self, batch: dict[str, Any]) -> Tensor:
-        """(rows, length) log-probability of each label given what stands before it; 0 where there is no label."""
+        """(rows, length) log-probability of each label, where it stands; 0 where there is none and at position 0."""
         inputs = {k: v for k, v in batch.items() if k != "labels"}
         out = self.base(**inputs)
         self._likeness = out
@@ -253,7 +253,7 @@ class _TokenLogprobs(torch.autograd.Function):
         norms = [t + s.log() for t, s in zip(top, total, strict=True)]
         out = torch.zeros(labels.numel())
         for chunk, h, norm in zip(targets.chunks, hit, norms, strict=True):
-            out[chunk] = h - norm
+            out[chunk + 1] = h - norm  # where the label stands, one behind the position that predicts it
         ctx.head, ctx.targets, ctx.norms, ctx.turn = head, targets, norms, turn
         ctx.save_for_backward(hidden)
         return out.view(labels.shape)
@@ -265,7 +265,7 @@ class _TokenLogprobs(torch.autograd.Function):
         seat, hidden = head.seat, ctx.saved_tensors[0]
         flat, back = hidden.reshape(-1, hidden.shape[-1]), torch.zeros_like(hidden).view(-1, hidden.shape[-1])
         seat.begin("backward", True, ctx.turn.call)
-        flat_grad = grad.reshape(-1)
+        flat_grad = torch.cat([grad.reshape(-1)[1:], grad.new_zeros(1)])  # from the label to what predicts it
         for _ in seat.units:
             head.stage.session.compute(
                 lambda op: _unreduce(

@@ -30,7 +30,7 @@ from offloadz.model.weights import names_of, source_of
 from offloadz.plan.errors import ConfigError, DoesNotFit
 from offloadz.plan.footprint import score_copies
 from offloadz.plan.machine import disk_free, probe_machine
-from offloadz.plan.placement import KINDS
+from offloadz.plan.placement import KINDS, TIERS
 from offloadz.plan.search import Plan, Wishes, decide
 from offloadz.plan.spec import ITEM_BYTES, ModelSpec
 from offloadz.runtime.room import Room
@@ -79,10 +79,13 @@ def offload(
     `blocks`: names of the lists of blocks, where the longest list is not meant.  `output`: directory of the run, which
     owns its swap directory.
 
+    `slots`, `sweeps`: 0 leaves them to the plan.  `max_grad_norm`: 0 is off.  `keep_float32`, `freeze`: name patterns.
+    `host_memory`: most bytes.  `threads`: of updates.  `seed`: of dropout.  `poison`: see docs.
+
     Raises ConfigError for what is not built or wrong, DoesNotFit with numbers, before a weight is read.
     """
-    if id(model) in RUNS:
-        raise ConfigError(f"this {type(model).__name__} is already offloaded; first run.close(materialize=True)")
+    tiers = {"parameters": parameters, "gradients": gradients, "optimizer_state": optimizer_state}
+    _check_arguments(model, tiers | {"activations": activations}, optimizer, host_memory)
     names_of(model)
     stored = str(dtype).removeprefix("torch.") if dtype is not None else most_common_dtype(model)
     if stored not in ITEM_BYTES:
@@ -96,8 +99,7 @@ def offload(
         micro_batch_size=micro_batch_size, sweeps=sweeps, slots=slots, parameters=parameters, gradients=gradients,
         optimizer=optimizer_state, activations=activations, swap=bool(paths),
         disk_free=disk_free(paths[0]) if paths else None, host_memory=host_memory, threads=threads,
-        random=isinstance(source_of(model), RandomSource),
-        score_copies=_score_copies(model),
+        random=isinstance(source_of(model), RandomSource), score_copies=_score_copies(model),
     )  # fmt: skip
     plan = _settled(plan, drawn.spec, wishes)
     settings = optimizer or AdamW()
@@ -119,6 +121,19 @@ def offload(
     run.stage.micro_rows = micro_batch_size or (plan.micro_batch_size if batch_size else 0)
     run.sweeps = sweeps or (plan.sweeps if batch_size else 1)
     return run
+
+
+def _check_arguments(model: nn.Module, tiers: dict[str, str], optimizer: Any, host_memory: Any) -> None:
+    """What a caller may easily get wrong in kind."""
+    if id(model) in RUNS:
+        raise ConfigError(f"this {type(model).__name__} is already offloaded; first run.close(materialize=True)")
+    for kind, tier in tiers.items():
+        if tier not in ("auto", *TIERS):
+            raise ConfigError(f"{kind} = {tier!r}; needed: auto, {', '.join(TIERS)}")
+    if optimizer is not None and not isinstance(optimizer, AdamW):
+        raise ConfigError(f"optimizer is a {type(optimizer).__name__}; needed: offloadz.AdamW(lr=..., ...)")
+    if host_memory is not None and not isinstance(host_memory, int):
+        raise ConfigError(f"host_memory = {host_memory!r}; needed: a whole number of bytes, such as 48 << 30")
 
 
 def _settled(plan: Plan | None, spec: ModelSpec, wishes: Wishes) -> Plan:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -70,7 +71,17 @@ def param_groups(settings: AdamW, named: Sequence[tuple[str, nn.Parameter]]) -> 
         bucket["names"].append(name)
     if not buckets:
         raise ConfigError("nothing to train: every parameter is frozen; loosen model.freeze")
-    return list(buckets.values())
+    missed = [g["match"] for i, g in enumerate(settings.groups) if all(index != i for index, _ in buckets)]
+    if missed:
+        names = [name for name, _ in named]
+        near = (get_close_matches(str(missed[0][0] if missed[0] else ""), names, 1, 0.0) or ["-"])[0]
+        raise ConfigError(
+            f"optimizer.groups: {list(missed[0])} is the first match of none of the {len(names)} trained parameters;"
+            f" nearest: {near}"
+        )
+    return [
+        bucket for _, bucket in sorted(buckets.items())
+    ]  # the settings' own first: theirs is the rate that is shown
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:

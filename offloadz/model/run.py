@@ -359,11 +359,13 @@ class Run:
 
 
 def token_logprobs(model: nn.Module | Run, batch: Batch) -> Tensor:
-    """(rows, length) log-probability of each label given the tokens before it, 0 where the label is -100.
+    """(rows, length): at each label its log-probability given the tokens before it, 0 at -100 and at position 0.
 
     Differentiable, and logits never exist whole.  `model`: an offloaded model or its run.
     """
     run = model if isinstance(model, Run) else RUNS.get(id(model))
+    if "labels" not in batch:
+        raise ConfigError(f"token_logprobs: the batch has {', '.join(batch)}; needed: labels beside them")
     if run is None or run.loss_head is None:
         raise ConfigError("token_logprobs needs a model under offloadz.offload with an output layer")
     run._check_open()

@@ -51,7 +51,7 @@ class Names:
 
 def load(
     path: str | Path,
-    dtype: torch.dtype = torch.bfloat16,
+    dtype: torch.dtype | str = torch.bfloat16,
     *,
     init: str = "pretrained",
     seed: int = 0,
@@ -64,6 +64,7 @@ def load(
     `init`: "pretrained" reads the directory's safetensors, "random" needs config.json only and draws by `seed`.
     Raises ConfigError for what configuration or files are not, DamagedState for files that contradict themselves.
     """
+    dtype = getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
     if dtype not in (torch.bfloat16, torch.float32):
         raise ConfigError(f"model.dtype is {dtype}; it must be bfloat16 or float32")
     if init not in ("pretrained", "random"):

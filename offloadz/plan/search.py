@@ -224,7 +224,9 @@ def _lacking(
     found: Footprint, limits: dict[str, int | None], machine: Machine, wishes: Wishes
 ) -> list[tuple[int, str]]:
     """(bytes too many, the tier in words with what it has and what is needed), empty where everything fits."""
-    names = {"host": f"host memory ({machine.host_source})", "disk": "offload.swap", "checkpoint": "train.output"}
+    fixed = [key for key in ("host_memory", "device_memory") if getattr(wishes, key) == limits["host"]]
+    source = f"offload.{fixed[0]}" if fixed else f"host memory ({machine.host_source})"
+    names = {"host": source, "disk": "offload.swap", "checkpoint": "train.output"}
     lacking = []
     for tier, limit in limits.items():
         if limit is not None and found.peak[tier] > limit:

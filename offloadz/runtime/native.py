@@ -17,6 +17,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -90,7 +91,10 @@ def _library() -> ctypes.CDLL:
     """The native library, loaded once; `OFFLOADZ_ISA` (baseline | avx2 | avx512) forces its instruction set down."""
     found = importlib.util.find_spec("offloadz._native")
     if found is None or not found.origin:
-        raise ImportError("offloadz's native library is not built; run `pip install .` (or `pip install -e .`) again")
+        raise ImportError(
+            f"offloadz's native library is not in {Path(__file__).parent.parent}; in a source tree run"
+            " `pip install -e .`, or start Python elsewhere so that the installed offloadz is found"
+        )
     library = ctypes.CDLL(found.origin, use_errno=True)
     for result, functions in _SIGNATURES.items():
         for name, kinds in (item.split(":") for item in functions.split()):

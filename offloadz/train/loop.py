@@ -39,6 +39,7 @@ from offloadz.train.planning import Task, decided, optimizer_of, plan_lines, rea
 from offloadz.train.progress import Display
 from offloadz.train.schedule import schedule_of, scheduler_of
 from offloadz.train.signals import Interrupted, Signals
+from offloadz.train.templates import template_text
 
 if TYPE_CHECKING:
     from offloadz.config import Config
@@ -300,6 +301,8 @@ class Training:
 
     def _finish(self) -> int:
         final = self.run.export(self.output / "final")
+        if self.config.data.chat_template:  # what it was trained with is what it has to be asked with
+            write_text(final / "chat_template.jinja", template_text(self.config.data.chat_template))
         mark_finished(self.output, self.progress.step)
         skipped = f", {self.progress.num_skipped} updates skipped" if self.progress.num_skipped else ""
         self.display.say(f"finished: {self.progress.step} steps{skipped}; the model is in {final}")

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from offloadz.model.optimizer import AdamW
 from offloadz.plan.errors import ConfigError, DoesNotFit
+from offloadz.plan.headers import find_directory
 from offloadz.plan.search import Plan, human
 from offloadz.plan.wishes import question
 from offloadz.runtime.threads import update_threads
@@ -39,6 +40,8 @@ def read_tokenizer(config: Config) -> tuple[Any, int]:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     from transformers import AutoConfig, AutoTokenizer
 
+    if config.model.path.startswith((".", "/", "~")):
+        find_directory(config.model.path)  # says more plainly than the hub's client what is not there
     try:
         trusted = {"trust_remote_code": config.model.trust_remote_code}
         model = AutoConfig.from_pretrained(config.model.path, **trusted)

@@ -121,6 +121,11 @@ class ChatTemplate:
         return str(texts[0]), [(int(a), int(b)) for a, b in spans[0]] if markers else []
 
 
+def template_text(choice: str) -> str:
+    """The text of a built-in template or of a template file."""
+    return BUILT_IN_TEMPLATES.get(choice) or Path(choice).expanduser().read_text(encoding="utf-8-sig")
+
+
 def find_template(tokenizer: Any, choice: str) -> ChatTemplate:
     """The template that `data.chat_template = choice` means: a file, a built-in name, or "" for the tokenizer's own."""
     special = {key: value for key, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}

@@ -168,7 +168,7 @@ def plain_logprobs(model: nn.Module, batch: Any) -> Tensor:
     scores = model(**inputs, use_cache=False).logits[:, :-1].log_softmax(-1)
     labels = batch["labels"][:, 1:]
     picked = scores.gather(-1, labels.clamp_min(0)[..., None]).squeeze(-1)
-    return F.pad(picked * (labels != -100), (0, 1))
+    return F.pad(picked * (labels != -100), (1, 0))
 
 
 def preference(logprobs: Callable[[Any, Any], Tensor], model: Any, step: int) -> Tensor:

@@ -62,7 +62,7 @@ def test_what_a_launcher_set_is_ignored_and_named(monkeypatch, affinity):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     threads, reason = update_threads(0)
     assert threads == cores_allowed()[0]
-    assert "OMP_NUM_THREADS=1 is ignored" in reason
+    assert "OMP_NUM_THREADS=1 holds for computation, offload.threads for updates" in reason
 
 
 def test_a_number_given_wins_and_ranks_share():
