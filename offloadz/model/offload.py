@@ -16,6 +16,7 @@ from torch import nn
 
 from offloadz.memory.disk import DiskTier
 from offloadz.memory.flat import spans
+from offloadz.memory.host import map_large_blocks
 from offloadz.memory.swapdir import owner_name
 from offloadz.model.blocks import BlockSeat
 from offloadz.model.body import Body
@@ -86,6 +87,7 @@ def offload(
     """
     tiers = {"parameters": parameters, "gradients": gradients, "optimizer_state": optimizer_state}
     _check_arguments(model, tiers | {"activations": activations}, optimizer, host_memory)
+    map_large_blocks()
     names_of(model)
     stored = str(dtype).removeprefix("torch.") if dtype is not None else most_common_dtype(model)
     if stored not in ITEM_BYTES:
