@@ -172,7 +172,7 @@ LARGE_BYTES = 4 << 20
 def map_large_blocks() -> None:
     """Let the C allocator map every block of `LARGE_BYTES` or more by itself, and so return it when it is freed.
 
-    glibc raises that limit to 32 MiB as blocks are freed and then keeps them on its heap.  Two steps of a 270 M model in
+    glibc raises that limit to 32 MiB as blocks are freed and then keeps them on its heap.  Two steps of a 270M model in
     micro-batches of 1,024 tokens peaked at 1,311 MiB so (18.1 s a step), at 974 MiB with 4 MiB (18.3 s) and at 737 MiB
     with 1 MiB (22.0 s, for the page faults).  For the whole process: an allocator knows no less.
     """

@@ -75,7 +75,5 @@ def update_threads(requested: int, local_ranks: int = 1) -> tuple[int, str]:
         return requested, f"offload.threads = {requested} ({cores} cores: {reason})"
     shared = f", shared by {local_ranks} ranks" if local_ranks > 1 else ""
     ignored = os.environ.get("OMP_NUM_THREADS", "")
-    note = (
-        f"; OMP_NUM_THREADS={ignored} holds for computation, offload.threads for updates" if ignored else ""
-    )
+    note = f"; OMP_NUM_THREADS={ignored} holds for computation, offload.threads for updates" if ignored else ""
     return min(MAX_THREADS, max(1, cores // local_ranks)), f"{reason}{shared}{note}"
