@@ -7,6 +7,7 @@ torch's schedulers and a user's own loop can change rates, over parameters that 
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ import torch
 from torch import nn
 
 from offloadz.plan.errors import ConfigError
+
+log = logging.getLogger("offloadz")
 
 
 @dataclass(frozen=True)
@@ -71,17 +74,11 @@ def param_groups(settings: AdamW, named: Sequence[tuple[str, nn.Parameter]]) -> 
         bucket["names"].append(name)
     if not buckets:
         raise ConfigError("nothing to train: every parameter is frozen; loosen model.freeze")
-    missed = [g["match"] for i, g in enumerate(settings.groups) if all(index != i for index, _ in buckets)]
-    if missed:
-        names = [name for name, _ in named]
-        near = (get_close_matches(str(missed[0][0] if missed[0] else ""), names, 1, 0.0) or ["-"])[0]
-        raise ConfigError(
-            f"optimizer.groups: {list(missed[0])} is the first match of none of the {len(names)} trained parameters;"
-            f" nearest: {near}"
-        )
-    return [
-        bucket for _, bucket in sorted(buckets.items())
-    ]  # the settings' own first: theirs is the rate that is shown
+    for index, group in enumerate(settings.groups):
+        if all(index != used for used, _ in buckets):  # allowed: a group may be empty; but it may be a typing error
+            near = get_close_matches(str((group["match"] or [""])[0]), [name for name, _ in named], 1, 0.0) or ["-"]
+            log.warning("optimizer.groups: %s is the first match of no parameter; nearest: %s", group["match"], near[0])
+    return [buckets[key] for key in sorted(buckets)]  # the settings' own first: theirs is the rate that is shown
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
