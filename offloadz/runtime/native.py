@@ -1,8 +1,8 @@
-"""The only file that knows csrc: checks every argument, then hands plain pointers to the native library.
+"""What the native library does, as functions of tensors: checks every argument, then hands over plain pointers.
 
-It leaves policy (what to update, where bytes lie, what a failed drive means) to its callers.  The library is loaded by
-ctypes, which lets go of the interpreter lock for the length of a call; the price is about 10 us of checks per call, so
-calls should carry at least some hundred kilobytes.
+The optimizer's update is in `native_adam.py`, the loading in `library.py`; their names are found here too.  It leaves
+policy (what to update, where bytes lie, what a failed drive means) to its callers.  The price is about 10 us of checks
+per call, so calls should carry at least some hundred kilobytes.
 
 [Note: checks before the pointer] All functions take CPU tensors that are contiguous, of the right dtype and length, and
 do not overlap one another; anything else is a `ValueError` that names the argument, what was found and what is needed.
@@ -10,14 +10,10 @@ The native code checks nothing and never ends the process.
 """
 
 import ctypes
-import importlib.util
 import os
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -25,10 +21,14 @@ from torch import Tensor
 
 from offloadz.memory.tier import NEVER_WRITTEN as NEVER_WRITTEN
 from offloadz.memory.tier import PIECE_BYTES
-from offloadz.runtime.checks import check_apart, check_number, check_tensor, check_threads
+from offloadz.runtime.checks import check_apart, check_tensor, check_threads
+from offloadz.runtime.library import ISA_LEVELS as ISA_LEVELS
+from offloadz.runtime.library import isa as isa
+from offloadz.runtime.library import isa_supported as isa_supported
+from offloadz.runtime.library import load_library
+from offloadz.runtime.library import select_isa as select_isa
+from offloadz.runtime.native_adam import adamw_ as adamw_
 
-ISA_LEVELS = ("baseline", "avx2", "avx512")
-_ABI_VERSION = 1
 _FLOATS = (torch.bfloat16, torch.float32)
 
 
@@ -54,17 +54,6 @@ class NativeIOError(OSError):
         return self.operation == "checksum"
 
 
-class _AdamArgs(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("weight", "low", "exp_avg", "exp_avg_sq", "grad")),
-        ("count", ctypes.c_int64),
-        ("grad_is_bf16", ctypes.c_int32),
-        ("decoupled", ctypes.c_int32),
-        *((name, ctypes.c_float) for name in ("grad_scale", "keep", "decay", "one_minus_beta1", "beta2")),
-        *((name, ctypes.c_float) for name in ("one_minus_beta2", "root_correction2", "eps", "minus_step_size")),
-    )
-
-
 class _IoFault(ctypes.Structure):
     _fields_ = (
         ("kind", ctypes.c_int32),
@@ -72,121 +61,6 @@ class _IoFault(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("offset", "wanted_bytes", "found_bytes", "piece")),
         *((name, ctypes.c_int64) for name in ("wanted_crc", "found_crc")),
     )
-
-
-_KINDS = {"p": ctypes.c_void_p, "i": ctypes.c_int, "l": ctypes.c_int64, "s": ctypes.c_char_p}
-_SIGNATURES: dict[type | None, str] = {  # result: functions with their arguments
-    ctypes.c_int: "oz_abi_version: oz_select_isa:s oz_isa_supported:i oz_io_run:piiplllpp",
-    ctypes.c_char_p: "oz_isa:",
-    ctypes.c_uint32: "oz_crc32c:pl",
-    ctypes.c_double: "oz_drain_bf16:ppl oz_drain_fp32:ppl oz_sum_squares_bf16:pl oz_sum_squares_fp32:pl",
-    ctypes.c_void_p: "oz_io_start:i",
-    None: "oz_io_stop:p oz_adam:pi oz_split_master:pppl oz_join_master:pppl oz_widen:ppl oz_narrow:ppl "
-    "oz_copy:ppl oz_fill:pil",
-}
-
-
-@lru_cache(maxsize=1)
-def _library() -> ctypes.CDLL:
-    """The native library, loaded once; `OFFLOADZ_ISA` (baseline | avx2 | avx512) forces its instruction set down."""
-    found = importlib.util.find_spec("offloadz._native")
-    if found is None or not found.origin:
-        raise ImportError(
-            f"offloadz's native library is not in {Path(__file__).parent.parent}; in a source tree run"
-            " `pip install -e .`, or start Python elsewhere so that the installed offloadz is found"
-        )
-    library = ctypes.CDLL(found.origin, use_errno=True)
-    for result, functions in _SIGNATURES.items():
-        for name, kinds in (item.split(":") for item in functions.split()):
-            function = getattr(library, name, None)
-            if function is None:
-                raise ImportError(f"{found.origin} lacks {name}: it is out of date; run `pip install -e .` again")
-            function.restype, function.argtypes = result, [_KINDS[kind] for kind in kinds]
-    if library.oz_abi_version() != _ABI_VERSION:
-        raise ImportError(f"{found.origin} is out of date; run `pip install -e .` again")
-    wanted = os.environ.get("OFFLOADZ_ISA", "")
-    if wanted:
-        _select(library, wanted, "OFFLOADZ_ISA")
-    return library
-
-
-def _select(library: ctypes.CDLL, level: str, source: str) -> None:
-    answer = library.oz_select_isa(level.encode())
-    if answer == 1:
-        raise ValueError(f"{source} is {level!r}; it must be one of {', '.join(ISA_LEVELS)}")
-    if answer == 2:
-        raise ValueError(f"{source} is {level!r}, but this processor has {', '.join(_supported(library))}; unset it")
-
-
-def _supported(library: ctypes.CDLL) -> tuple[str, ...]:
-    return tuple(name for level, name in enumerate(ISA_LEVELS) if library.oz_isa_supported(level))
-
-
-def isa() -> str:
-    """The instruction set in use: the widest this processor has, or what `OFFLOADZ_ISA` forces."""
-    return str(_library().oz_isa(), "ascii")
-
-
-def isa_supported() -> tuple[str, ...]:
-    """The instruction sets this processor has, of `ISA_LEVELS`."""
-    return _supported(_library())
-
-
-def select_isa(level: str) -> None:
-    """Switches the instruction set of the whole process (for tests; results have the same bits at every level)."""
-    _select(_library(), level, "the level")
-
-
-def adamw_(
-    weight: Tensor,
-    low: Tensor | None,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    grad: Tensor,
-    *,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: int,
-    grad_scale: float = 1.0,
-    decoupled: bool = True,
-    threads: int,
-) -> None:
-    """One AdamW step (Loshchilov and Hutter 2019, algorithm 2) in place over flat tensors of equal length, in one pass.
-
-    `weight` is bfloat16 with its `low` half (int16, see `split_master_`), or float32 with `low` None.  `grad` is
-    bfloat16 or float32 and is multiplied by `grad_scale` first; moments are float32.  `step` counts from 1.
-    `decoupled=False` is Adam with the decay added to the gradient.  Bits depend neither on `threads` nor on the
-    instruction set.  Against torch.optim.AdamW see tests/cpu/test_adam.py: equal but for single roundings.
-    """
-    count = weight.numel() if isinstance(weight, Tensor) else None
-    split = low is not None
-    args = _AdamArgs(
-        weight=check_tensor("weight", weight, (torch.bfloat16,) if split else (torch.float32,)),
-        low=check_tensor("low", low, (torch.int16,), count) if low is not None else None,
-        exp_avg=check_tensor("exp_avg", exp_avg, (torch.float32,), count),
-        exp_avg_sq=check_tensor("exp_avg_sq", exp_avg_sq, (torch.float32,), count),
-        grad=check_tensor("grad", grad, _FLOATS, count),
-        count=count,
-        grad_is_bf16=grad.dtype == torch.bfloat16,
-        decoupled=decoupled,
-    )
-    halves = {"low": low} if low is not None else {}
-    check_apart(weight=weight, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, grad=grad, **halves)
-    lr, weight_decay = check_number("lr", lr, 0.0), check_number("weight_decay", weight_decay, 0.0)
-    beta1, beta2 = check_number("beta1", beta1, 0.0, 1.0), check_number("beta2", beta2, 0.0, 1.0)
-    if not isinstance(step, int) or step < 1:
-        raise ValueError(f"step is {step!r}; a whole number from 1 is needed")
-    args.eps = check_number("eps", eps, 0.0)
-    args.grad_scale = check_number("grad_scale", grad_scale, -sys.float_info.max)
-    args.keep, args.decay = 1 - lr * weight_decay, weight_decay
-    args.one_minus_beta1 = 1 - beta1
-    args.beta2, args.one_minus_beta2 = beta2, 1 - beta2
-    args.root_correction2 = (1 - beta2**step) ** 0.5
-    args.minus_step_size = -(lr / (1 - beta1**step))
-    _library().oz_adam(ctypes.byref(args), check_threads(threads))
 
 
 def split_master_(weight: Tensor, low: Tensor, master: Tensor) -> None:
@@ -201,7 +75,7 @@ def split_master_(weight: Tensor, low: Tensor, master: Tensor) -> None:
         check_tensor("master", master, (torch.float32,)),
     )
     check_apart(weight=weight, low=low, master=master)
-    _library().oz_split_master(*pointers, count)
+    load_library().oz_split_master(*pointers, count)
 
 
 def join_master_(master: Tensor, weight: Tensor, low: Tensor) -> None:
@@ -213,21 +87,21 @@ def join_master_(master: Tensor, weight: Tensor, low: Tensor) -> None:
         check_tensor("low", low, (torch.int16,), count),
     )
     check_apart(weight=weight, low=low, master=master)
-    _library().oz_join_master(*pointers, count)
+    load_library().oz_join_master(*pointers, count)
 
 
 def widen_(out: Tensor, source: Tensor) -> None:
     """float32 `out` = bfloat16 `source`, on the calling thread alone."""
     at, of = check_tensor("out", out, (torch.float32,)), check_tensor("source", source, (torch.bfloat16,), out.numel())
     check_apart(out=out, source=source)
-    _library().oz_widen(at, of, out.numel())
+    load_library().oz_widen(at, of, out.numel())
 
 
 def narrow_(out: Tensor, source: Tensor) -> None:
     """bfloat16 `out` = float32 `source` rounded to nearest, ties to even, as torch does; on the calling thread."""
     at, of = check_tensor("out", out, (torch.bfloat16,)), check_tensor("source", source, (torch.float32,), out.numel())
     check_apart(out=out, source=source)
-    _library().oz_narrow(at, of, out.numel())
+    load_library().oz_narrow(at, of, out.numel())
 
 
 def drain_(out: Tensor, grad: Tensor) -> float:
@@ -236,14 +110,14 @@ def drain_(out: Tensor, grad: Tensor) -> float:
     depend on nothing but the values; an infinity or NaN makes the result non-finite.  Runs on the calling thread."""
     at, of = check_tensor("out", out, _FLOATS), check_tensor("grad", grad, (torch.float32,), out.numel())
     check_apart(out=out, grad=grad)
-    library = _library()
+    library = load_library()
     drain = library.oz_drain_bf16 if out.dtype == torch.bfloat16 else library.oz_drain_fp32
     return float(drain(at, of, out.numel()))
 
 
 def sum_squares(x: Tensor) -> float:
     """The sum of squares of a bfloat16 or float32 tensor, by the rule of `drain_`."""
-    at, library = check_tensor("x", x, _FLOATS), _library()
+    at, library = check_tensor("x", x, _FLOATS), load_library()
     add = library.oz_sum_squares_bf16 if x.dtype == torch.bfloat16 else library.oz_sum_squares_fp32
     return float(add(at, x.numel()))
 
@@ -258,12 +132,12 @@ def copy_(dst: Tensor, src: Tensor) -> None:
     if dst.nbytes != src.nbytes:
         raise ValueError(f"src has {src.nbytes} bytes; dst needs {dst.nbytes}")
     check_apart(dst=dst, src=src)
-    _library().oz_copy(to, of, dst.nbytes)
+    load_library().oz_copy(to, of, dst.nbytes)
 
 
 def fill_nan_(x: Tensor) -> None:
     """Sets every byte to 0xff, which every float type reads as NaN: for freed memory, whatever dtype it had."""
-    _library().oz_fill(check_tensor("x", x, _all_dtypes(x)), 0xFF, x.nbytes)
+    load_library().oz_fill(check_tensor("x", x, _all_dtypes(x)), 0xFF, x.nbytes)
 
 
 def crc32c(data: Tensor, nbytes: int | None = None) -> int:
@@ -272,14 +146,14 @@ def crc32c(data: Tensor, nbytes: int | None = None) -> int:
     nbytes = data.nbytes if nbytes is None else nbytes
     if not 0 <= nbytes <= data.nbytes:
         raise ValueError(f"nbytes is {nbytes}; data has {data.nbytes}")
-    return int(_library().oz_crc32c(at, nbytes))
+    return int(load_library().oz_crc32c(at, nbytes))
 
 
 class TransferPool:
     """Threads that read and write; made by `io_start`.  Any number of Python threads may use it at once."""
 
     def __init__(self, num_threads: int) -> None:
-        pointer = _library().oz_io_start(check_threads(num_threads, "num_threads"))
+        pointer = load_library().oz_io_start(check_threads(num_threads, "num_threads"))
         if not pointer:
             raise OSError(ctypes.get_errno(), "the system refused to start a single thread for transfers")
         self._pointer: int | None = pointer
@@ -307,7 +181,7 @@ class TransferPool:
             pointer, self._pointer = self._pointer, None
             self._changed.wait_for(lambda: self._num_calls == 0)
         if pointer is not None:
-            _library().oz_io_stop(pointer)
+            load_library().oz_io_stop(pointer)
 
 
 def io_start(num_threads: int) -> TransferPool:
@@ -367,7 +241,7 @@ def _transfer(
     table = _check_table(crcs, nbytes, offset - origin) if crcs is not None else None
     fault = _IoFault()
     with pool._in_use() as pointer:
-        kind = _library().oz_io_run(pointer, fd, write, at, nbytes, offset, origin, table, ctypes.byref(fault))
+        kind = load_library().oz_io_run(pointer, fd, write, at, nbytes, offset, origin, table, ctypes.byref(fault))
     if kind == 2:
         raise NativeIOError(0, "checksum", fault)
     if kind:

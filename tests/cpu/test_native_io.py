@@ -361,4 +361,4 @@ def test_hurt_system_calls_are_resumed_or_named(hurt, mode, direct):
 
 def test_the_library_brings_no_openmp():
     """[csrc/pool.h] torch's libgomp would be the one used, spinning and ending the process when a thread is refused."""
-    assert b"libgomp" not in Path(native._library()._name).read_bytes()
+    assert b"libgomp" not in Path(native.load_library()._name).read_bytes()
