@@ -69,11 +69,11 @@ def batches(
 
 
 def whole_tensors(run: Run, what: str = "weight") -> dict[str, Tensor]:
-    """Logical tensors of a run by name; `what`: weight (the working weight in fp32), low, exp_avg or exp_avg_sq."""
+    """Logical tensors of a run by name; `what`: weight (the working weight in fp32), low, or a moment such as exp_avg."""
     shapes = {name: param.shape for name, param in run.model.named_parameters()}
     out: dict[str, Tensor] = {}
     for view in run.session.parts():
-        flat = getattr(view, what)
+        flat = getattr(view, what) if what in ("weight", "low") else view.moments.get(what)
         if flat is None:
             continue
         for span in spans(view.unit, view.part):

@@ -12,9 +12,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from offloadz.plan.recipes import num_blocks
 from offloadz.plan.spec import ITEM_BYTES, Member, Part, Unit
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+MOMENTS = {4: torch.float32, 2: torch.bfloat16, 1: torch.uint8}
+"""Bytes of a stored moment to the dtype of its view; single bytes are codes."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +29,8 @@ class Span:
     start: int
     stop: int
     at: int
+    first_block: int = 0
+    """Where its scales begin among the part's."""
 
     @property
     def first_element(self) -> int:
@@ -36,13 +42,20 @@ class Span:
     def part_slice(self) -> slice:
         return slice(self.at, self.at + self.stop - self.start)
 
+    @property
+    def block_slice(self) -> slice:
+        """The scales of the span: its blocks are counted from its own start."""
+        return slice(self.first_block, self.first_block + num_blocks(self.stop - self.start))
+
 
 def spans(unit: Unit, part: Part) -> Iterator[Span]:
     """Which elements of which logical tensors a part holds, in order."""
+    block = 0
     for member in unit.sections[part.section].members:
         start, stop = max(part.start, member.start), min(part.stop, member.start + member.num_elements)
         if start < stop:
-            yield Span(member, start - member.start, stop - member.start, start - part.start)
+            yield Span(member, start - member.start, stop - member.start, start - part.start, block)
+            block += num_blocks(stop - start)
 
 
 def typed(buffer: Tensor, offset: int, num_elements: int, dtype: torch.dtype) -> Tensor:
@@ -73,16 +86,28 @@ def slope_sections(unit: Unit, buffer: Tensor) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class StateViews:
-    """A part's optimizer state: the master's low bits (None where the weight is fp32) and both moments."""
+    """Optimizer state as it is stored: the master's low bits (None: there are none), moments, and each one's scales
+    (None: the format has none)."""
 
     low: Tensor | None
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
+    moments: tuple[Tensor, ...]
+    scales: tuple[Tensor | None, ...]
+
+    def of(self, span: Span) -> StateViews:
+        """The state of one span."""
+        at, blocks = span.part_slice, span.block_slice
+        low = None if self.low is None else self.low[at]
+        scales = tuple(None if s is None else s[blocks] for s in self.scales)
+        return StateViews(low, tuple(m[at] for m in self.moments), scales)
 
 
 def state_views(part: Part, buffer: Tensor) -> StateViews:
     """Views of a part's state in the buffer that holds it."""
+    recipe, at = part.recipe, part.low_bytes
     low = typed(buffer, 0, part.num_elements, torch.int16) if part.low_bytes else None
-    first = typed(buffer, part.low_bytes, part.num_elements, torch.float32)
-    second = typed(buffer, part.low_bytes + part.moment_bytes, part.num_elements, torch.float32)
-    return StateViews(low, first, second)
+    stored = [at + i * part.moment_bytes for i in range(recipe.num_moments)]
+    moments = tuple(typed(buffer, offset, part.num_elements, MOMENTS[recipe.code_bytes]) for offset in stored)
+    at += recipe.num_moments * part.moment_bytes
+    scaled = [at + i * part.scale_bytes for i in range(recipe.num_moments)]
+    scales = tuple(typed(buffer, o, part.num_blocks, torch.float32) if recipe.scaled else None for o in scaled)
+    return StateViews(low, moments, scales)

@@ -157,6 +157,7 @@ class RunStock(Stock):
         self.written: dict[str, str] = self._names.written
         self.cuts: dict[str, Cut] = self._names.cuts
         self.tensors = logical_tensors(self._session.spec.units)
+        self.moments: tuple[str, ...] = self._session.spec.recipe.moments
         self.storage: dict[str, tuple[Shape, str]] = {
             name: (shape, kept) for name, (shape, kept, _) in self.tensors.items()
         }

@@ -1,6 +1,6 @@
 """The whole training state of a run as a directory of logical tensors by name, to be put back into any placement.
 
-It holds fp32 masters, both moments, frozen weights in their own dtype, buffers, and in `manifest.json` everything else
+It holds fp32 masters, moments in fp32 whatever the recipe stores them in, frozen weights in their own dtype, buffers, and in `manifest.json` everything else
 that is needed to go on as if nothing had happened.  When to save, which directories to keep and what `extra` means is
 left to `train/`; files and directories to `files.py` and `aside.py`.  The trade-off: masters are written in fp32 though
 the run holds them as two halves: 12 bytes a parameter either way, but these can be read by any placement and any
@@ -24,7 +24,7 @@ from offloadz.model.files import FileRecord, StreamReader, StreamWriter
 from offloadz.model.manifest import BUFFERS, MANIFEST, MODEL, MOMENTS, WEIGHTS, read_manifest, verify, write_manifest
 from offloadz.plan.errors import ConfigError
 from offloadz.plan.footprint import EXTRA_ROOM_BYTES
-from offloadz.runtime import native
+from offloadz.runtime.rest import set_weight
 
 Planned = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
@@ -120,8 +120,8 @@ def _planned(stock: RunStock) -> tuple[Planned, Planned]:
     moments: Planned = {}
     for name, (shape, kept, trained) in stock.tensors.items():
         weights[name] = (torch.float32 if trained or kept == "float32" else torch.bfloat16, shape)
-        if trained:
-            moments[f"{name}.exp_avg"] = moments[f"{name}.exp_avg_sq"] = (torch.float32, shape)
+        for kind in stock.moments if trained else ():
+            moments[f"{name}.{kind}"] = (torch.float32, shape)
     return weights, moments
 
 
@@ -130,14 +130,12 @@ def _write_state(scratch: Path, run: Any, weights: Planned, moments: Planned) ->
     writers = {WEIGHTS: StreamWriter(scratch / WEIGHTS, weights), MOMENTS: StreamWriter(scratch / MOMENTS, moments)}
     try:
         for view in run.session.parts(write=False):
-            trained = view.exp_avg is not None
-            value = master_of(view.weight, view.low) if trained else view.weight
+            value = master_of(view.weight, view.low) if view.trained else view.weight
             for span in spans(view.unit, view.part):
                 name, cut = span.member.name, span.part_slice
                 writers[WEIGHTS].write(name, span.first_element, value[cut])
-                if trained:
-                    writers[MOMENTS].write(f"{name}.exp_avg", span.first_element, view.exp_avg[cut])
-                    writers[MOMENTS].write(f"{name}.exp_avg_sq", span.first_element, view.exp_avg_sq[cut])
+                for kind, moment in view.moments.items():
+                    writers[MOMENTS].write(f"{name}.{kind}", span.first_element, moment[cut])
         return {name: writer.finish() for name, writer in writers.items()}
     finally:
         for writer in writers.values():
@@ -156,17 +154,12 @@ def _write_buffers(path: Path, buffers: Mapping[str, torch.Tensor]) -> FileRecor
 
 def _fill(view: Any, weights: StreamReader, moments: StreamReader) -> None:
     """Read one part's weights and state from the files into its views, tensor by tensor."""
-    trained = view.exp_avg is not None
     for span in spans(view.unit, view.part):
         name, first, cut = span.member.name, span.first_element, span.part_slice
         value = weights.read(name, first, span.stop - span.start)
-        if view.low is not None:
-            native.split_master_(view.weight[cut], view.low[cut], value.float())
-        else:
-            view.weight[cut].copy_(value)
-        if trained:
-            view.exp_avg[cut].copy_(moments.read(f"{name}.exp_avg", first, value.numel()))
-            view.exp_avg_sq[cut].copy_(moments.read(f"{name}.exp_avg_sq", first, value.numel()))
+        set_weight(view.weight[cut], None if view.low is None else view.low[cut], value.float())
+        for kind, moment in view.moments.items():
+            moment[cut].copy_(moments.read(f"{name}.{kind}", first, value.numel()))
 
 
 def _fill_buffers(path: Path, buffers: Mapping[str, torch.Tensor]) -> None:
@@ -180,6 +173,7 @@ def _require_match(
 ) -> None:
     """ConfigError where checkpoint and run do not hold the same tensors."""
     wanted_weights, wanted_moments = _planned(stock)
+    _require_moments(path, stock, moments)
     wanted = {name: shape for name, (_, shape) in (wanted_weights | wanted_moments).items()}
     buffers = stock.buffers_in_place()
     wanted |= {f"buffer {name}": tuple(buffer.shape) for name, buffer in buffers.items()}
@@ -198,6 +192,16 @@ def _require_match(
     problems = [f"{what}: {', '.join(names[:20])}" for what, names in lists.items() if names]
     if problems:
         raise ConfigError(f"the checkpoint {path} is of another model or other frozen weights; {'; '.join(problems)}")
+
+
+def _require_moments(path: Path, stock: RunStock, moments: StreamReader) -> None:
+    """ConfigError where the checkpoint has the moments of another rule; their format never matters."""
+    kept = {name.rpartition(".")[2] for name in moments.entries}
+    if kept and stock.moments and kept != set(stock.moments):
+        raise ConfigError(
+            f"the checkpoint {path} holds {' and '.join(sorted(kept))}, this optimizer keeps "
+            f"{' and '.join(stock.moments)}: the moments of one rule say nothing to another; set optimizer.name back"
+        )
 
 
 def _groups_of(run: Any) -> list[dict[str, Any]]:

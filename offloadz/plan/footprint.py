@@ -196,10 +196,10 @@ def num_saved(spec: ModelSpec) -> int:
 
 
 def checkpoint_bytes(spec: ModelSpec) -> int:
-    """Bytes of a portable checkpoint: fp32 master and moments, frozen weights in their own dtype."""
+    """Bytes of a portable checkpoint: master and moments in fp32 under every recipe, frozen weights as they are."""
     trained = sum(u.num_trainable for u in spec.units)
     frozen = sum(s.num_elements * ITEM_BYTES[s.dtype] for u in spec.units for s in u.sections if not s.trainable)
-    return trained * 12 + frozen
+    return trained * (4 + 4 * spec.recipe.num_moments) + frozen
 
 
 def _at_rest(spec: ModelSpec, placement: Placement) -> dict[str, dict[str, int]]:
@@ -221,8 +221,10 @@ def _kept(spec: ModelSpec, placement: Placement, batch: Batch) -> tuple[str, int
 
 
 def _largest_part(spec: ModelSpec) -> int:
-    """Bytes to hold one part while it goes to or from a file: weights, state, and the fp32 master made of them."""
-    return max((p.weight_bytes + p.state_bytes + 4 * p.num_elements for p, _ in spec.part_kinds), default=0)
+    """Bytes to hold one part while it goes to or from a file: weights, state, and what is made of them in fp32 (the
+    master, and moments that are stored in fewer bytes)."""
+    made = 4 + (4 * spec.recipe.num_moments if spec.recipe.code_bytes < 4 else 0)
+    return max((p.weight_bytes + p.state_bytes + made * p.num_elements for p, _ in spec.part_kinds), default=0)
 
 
 def _largest_tensor(spec: ModelSpec) -> int:

@@ -103,8 +103,9 @@ def slot_bytes(spec: ModelSpec, placement: Placement, saved_bytes: int = 0) -> d
         pools["host.g"] = max(u.grad_bytes(accumulates(spec, placement, i)) for i, u in enumerate(spec.units))
     if "host" in placement.part_route[1:]:
         pools["host.p"] = aligned(max(p.weight_bytes for p, _ in spec.part_kinds))
-    if "host" in placement.state_route[1:]:
-        pools["host.s"] = aligned(max(p.state_bytes for p in parts))
+    largest_state = max(p.state_bytes for p in parts)
+    if "host" in placement.state_route[1:] and largest_state:
+        pools["host.s"] = aligned(largest_state)
     if "host" in placement.grad_part_route[1:]:
         pools["host.h"] = aligned(max(p.weight_bytes for p in parts), 1 << 20)  # a transfer ends a checksum piece
     if placement.activations == "disk":

@@ -13,9 +13,11 @@ The trade-off: parts of 4 Mi elements cost one more operation per 40 MiB of stat
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import lcm, prod
+
+from offloadz.plan.recipes import EXACT, Recipe, check_recipe, num_blocks
 
 PAGE_BYTES = 4096
 """Alignment of every extent, slot and section: what direct I/O asks for."""
@@ -59,6 +61,11 @@ class Section:
     def num_elements(self) -> int:
         return sum(m.num_elements for m in self.members)
 
+    def runs(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """(first, last + 1) of each member's elements within `start:stop`, members without any left out."""
+        cuts = [(max(start, m.start), min(stop, m.start + m.num_elements)) for m in self.members]
+        return [(first, last) for first, last in cuts if first < last]
+
 
 @dataclass(frozen=True)
 class Part:
@@ -68,6 +75,9 @@ class Part:
     start: int
     stop: int
     dtype: str
+    recipe: Recipe = EXACT
+    num_blocks: int = 0
+    """Blocks that share a scale: the members' runs inside the part, each cut from its own start."""
 
     @property
     def num_elements(self) -> int:
@@ -79,17 +89,23 @@ class Part:
 
     @property
     def low_bytes(self) -> int:
-        """Bytes of the 16 low master bits, a multiple of 64; 0 where the weight itself is fp32."""
-        return aligned(self.num_elements * 2, 64) if self.dtype == "bfloat16" else 0
+        """Bytes of the 16 low master bits, a multiple of 64; 0 where the weight itself is the master."""
+        return aligned(self.num_elements * self.recipe.low_item_bytes(self.dtype), 64)
 
     @property
     def moment_bytes(self) -> int:
-        return aligned(self.num_elements * 4, 64)
+        """Bytes of one moment as it is stored."""
+        return aligned(self.num_elements * self.recipe.code_bytes, 64)
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of one moment's scales."""
+        return aligned(self.num_blocks * 4, 64) if self.recipe.scaled else 0
 
     @property
     def state_bytes(self) -> int:
-        """Low master bits, then both fp32 moments."""
-        return self.low_bytes + 2 * self.moment_bytes
+        """Low master bits, then every moment, then the scales of each."""
+        return self.low_bytes + self.recipe.num_moments * (self.moment_bytes + self.scale_bytes)
 
 
 @dataclass(frozen=True)
@@ -100,6 +116,7 @@ class Unit:
     kind: str
     """block | module | tile"""
     sections: tuple[Section, ...]
+    recipe: Recipe = EXACT
 
     @cached_property
     def num_elements(self) -> int:
@@ -124,7 +141,8 @@ class Unit:
         for index, section in enumerate(self.sections):
             for start in range(0, section.num_elements, step):
                 stop = min(start + step, section.num_elements)
-                cuts.append(Part(index, start, stop, section.dtype))
+                blocks = sum(num_blocks(stop - start) for start, stop in section.runs(start, stop))
+                cuts.append(Part(index, start, stop, section.dtype, self.recipe, blocks))
         return tuple(cuts)
 
     @cached_property
@@ -213,10 +231,17 @@ class ModelSpec:
     intermediate_size: int = 0
     vocab_size: int = 0
     num_heads: int = 0
+    recipe: Recipe = EXACT
+    """How the optimizer's state is stored, in every unit."""
 
     @property
     def num_elements(self) -> int:
         return sum(u.num_elements for u in self.units)
+
+    def with_recipe(self, recipe: Recipe) -> ModelSpec:
+        """The same model under another recipe; ConfigError where it has no meaning for the weights' dtype."""
+        check_recipe(recipe, self.dtype)
+        return replace(self, units=tuple(replace(u, recipe=recipe) for u in self.units), recipe=recipe)
 
     @cached_property
     def part_kinds(self) -> tuple[tuple[Part, bool], ...]:
@@ -224,8 +249,12 @@ class ModelSpec:
 
         A 13B model has 3,000 parts of a handful of kinds, and a search asks hundreds of times.
         """
-        kinds = {(p.dtype, p.num_elements, u.sections[p.section].trainable): p for u in self.units for p in u.parts}
-        return tuple((part, trained) for (_, _, trained), part in kinds.items())
+        kinds = {
+            (p.dtype, p.num_elements, p.num_blocks, u.sections[p.section].trainable): p
+            for u in self.units
+            for p in u.parts
+        }
+        return tuple((part, trained) for (*_, trained), part in kinds.items())
 
     @cached_property
     def first_trained_seat(self) -> int:

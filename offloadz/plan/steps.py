@@ -277,14 +277,15 @@ class Script:
     def update(self, unit: int, part: int) -> None:
         """Read a part's state, weights and gradient; update; write state and weights back."""
         owner, routes = self.spec.units[unit].parts[part], self.placement
-        state = self.carry("s", routes.state_route, unit, owner.state_bytes, part)
+        state_route = routes.state_route if owner.state_bytes else ("host",)  # nothing to bring: sgd without momentum
+        state = self.carry("s", state_route, unit, owner.state_bytes, part)
         weight = self.carry("p", routes.part_route, unit, owner.weight_bytes, part)
         grad = self.carry("h", routes.grad_part_route, unit, owner.weight_bytes, part)
         both = (*state, *weight)
         reads = (*grad, *both, NORM)
         self.emit("cpu", "update", reads=reads, writes=both, unit=unit, part=part, nbytes=owner.num_elements)
         for kind, places, route, nbytes in (
-            ("s", state, routes.state_route, owner.state_bytes),
+            ("s", state, state_route, owner.state_bytes),
             ("p", weight, routes.part_route, owner.weight_bytes),
         ):
             if len(route) > 1:

@@ -156,16 +156,9 @@ def update(room: Room, op: Op) -> None:
     weight = typed(room.buffer(stored), 0, part.num_elements, DTYPES[part.dtype])
     slope = typed(room.buffer(grad), 0, part.num_elements, DTYPES[part.dtype])
     for span in spans(unit, part):
-        at = span.part_slice
+        at, held_by = span.part_slice, state.of(span)
         for settings in room.due.get(span.member.name, ()):
-            native.adamw_(
-                weight[at],
-                None if state.low is None else state.low[at],
-                state.exp_avg[at],
-                state.exp_avg_sq[at],
-                slope[at],
-                **settings,
-            )
+            native.adamw_(weight[at], held_by.low, *held_by.moments, slope[at], **settings)
 
 
 ACTIONS: dict[str, Callable[[Room, Op], None]] = {

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from offloadz.memory.flat import DTYPES, state_views, typed
+from offloadz.memory.flat import DTYPES, StateViews, spans, state_views, typed
 from offloadz.plan.spec import Part, Unit, aligned
 from offloadz.runtime import native
 from offloadz.runtime.room import Room
@@ -19,7 +20,11 @@ from offloadz.runtime.room import Room
 
 @dataclass
 class PartView:
-    """A part of a unit at rest: flat views of its weights and optimizer state (None where frozen, or no low bits)."""
+    """A part of a unit at rest: flat views of its weights and optimizer state.
+
+    `moments`: fp32 by name in every recipe, in the layout's order; none where the part is frozen.  Where the run stores
+    them in fewer bytes these are copies, which go home rounded to nearest.  `low`: None where there are no low bits.
+    """
 
     unit_index: int
     unit: Unit
@@ -27,8 +32,11 @@ class PartView:
     part: Part
     weight: Tensor
     low: Tensor | None
-    exp_avg: Tensor | None
-    exp_avg_sq: Tensor | None
+    moments: dict[str, Tensor]
+
+    @property
+    def trained(self) -> bool:
+        return self.unit.sections[self.part.section].trainable
 
 
 def parts(room: Room, write: bool = False) -> Iterator[PartView]:
@@ -39,7 +47,8 @@ def parts(room: Room, write: bool = False) -> Iterator[PartView]:
 
 
 def put(room: Room, index: int, k: int, master: Tensor) -> None:
-    """Set a fresh part's weights from fp32 values; what the stored dtype cannot hold goes to the low master bits.
+    """Set a fresh part's weights from fp32 values; what the stored dtype cannot hold goes to the low master bits, or is
+    rounded away to nearest where there are none.
 
     Moments become zero.  On disk a state of zeros stays the flag "never written", so it is sent only for its low bits.
     """
@@ -47,38 +56,72 @@ def put(room: Room, index: int, k: int, master: Tensor) -> None:
     part = unit.parts[k]
     weight = _slot(room, "w", index, k, part.weight_bytes)
     flat = typed(weight, 0, part.num_elements, DTYPES[part.dtype])
-    if part.dtype == "float32":
-        flat.copy_(master)
-    elif not unit.sections[part.section].trainable:
-        native.narrow_(flat, master)
-    else:
-        state = _slot(room, "s", index, k, part.state_bytes)
-        state.zero_()
-        low = state_views(part, state).low
-        native.split_master_(flat, low, master)
-        if low is not None and bool(low.any()):
-            _send_home(room, "s", index, k, state)
+    state = _slot(room, "s", index, k, part.state_bytes) if unit.sections[part.section].trainable else room.nothing
+    low = state_views(part, state.zero_()).low if state.numel() else None
+    set_weight(flat, low, master)
+    if low is not None and bool(low.any()):
+        _send_home(room, "s", index, k, state)
     _send_home(room, "w", index, k, weight)
+
+
+def set_weight(weight: Tensor, low: Tensor | None, master: Tensor) -> None:
+    """Store fp32 values as they are, split in two halves, or rounded to nearest: whatever the layout has room for."""
+    if low is not None:
+        native.split_master_(weight, low, master)
+    else:
+        weight.copy_(master)
 
 
 def _visit(room: Room, index: int, k: int, part: Part, write: bool) -> Iterator[PartView]:
     unit = room.spec.units[index]
     weight = _bring(room, "w", index, k, part.weight_bytes)
-    state = _bring(room, "s", index, k, part.state_bytes) if unit.sections[part.section].trainable else None
-    views = state_views(part, state) if state is not None else None
     flat = typed(weight, 0, part.num_elements, DTYPES[part.dtype])
-    low, first, second = (views.low, views.exp_avg, views.exp_avg_sq) if views else (None, None, None)
-    yield PartView(index, unit, k, part, flat, low, first, second)
+    if not unit.sections[part.section].trainable:
+        yield PartView(index, unit, k, part, flat, None, {})
+        stored = None
+    else:
+        state = _bring(room, "s", index, k, part.state_bytes)
+        stored = state_views(part, state)
+        moments = _decoded(unit, part, stored)
+        yield PartView(index, unit, k, part, flat, stored.low, dict(zip(part.recipe.moments, moments, strict=True)))
     if write:
         _send_home(room, "w", index, k, weight)
-        if state is not None:
+        if stored is not None:
+            _encode(unit, part, stored, moments)
             _send_home(room, "s", index, k, state)
+
+
+def _decoded(unit: Unit, part: Part, stored: StateViews) -> list[Tensor]:
+    """The moments in fp32: themselves where they are stored so, else a copy."""
+    if part.recipe.code_bytes == 4:
+        return list(stored.moments)
+    wide = [torch.empty(part.num_elements, dtype=torch.float32) for _ in stored.moments]
+    for span in spans(unit, part):
+        held = stored.of(span)
+        for i, (codes, scales) in enumerate(zip(held.moments, held.scales, strict=True)):
+            native.decode_moment_(wide[i][span.part_slice], codes, scales, second=is_second(part, i))
+    return wide
+
+
+def _encode(unit: Unit, part: Part, stored: StateViews, moments: list[Tensor]) -> None:
+    """Fp32 moments back into the format they are stored in; what was not changed gets the bits it had."""
+    if part.recipe.code_bytes == 4:
+        return
+    for span in spans(unit, part):
+        held = stored.of(span)
+        for i, (codes, scales) in enumerate(zip(held.moments, held.scales, strict=True)):
+            native.encode_moment_(codes, scales, moments[i][span.part_slice], second=is_second(part, i))
+
+
+def is_second(part: Part, index: int) -> bool:
+    """Whether a moment is a mean of squares, whose codes have no sign and keep small values."""
+    return part.recipe.moments[index] == "exp_avg_sq"
 
 
 def _slot(room: Room, kind: str, unit: int, part: int, nbytes: int) -> Tensor:
     """A buffer for a part on its way: its home, or a host slot where it lives on disk."""
     if f"{kind}{unit}.{part}@disk" not in room.extents:
-        return room.part_bytes(kind, unit, part, room.homes[kind, unit])
+        return room.part_bytes(kind, unit, part, room.home(kind, unit))
     names = ("host.p#0", "host.w#0") if kind == "w" else ("host.s#0",)
     return next(room.slots[n] for n in names if n in room.slots)[: aligned(nbytes)]
 

@@ -61,6 +61,7 @@ class Room:
     spare: list[Extent] = field(default_factory=list)
     """Extents of saved inputs that grew out of them."""
     pools: list[HostPool] = field(default_factory=list)
+    nothing: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.uint8))
     grown: HostPool | None = None
     """The pool of slots for saved inputs that turned out larger than planned; a still larger one takes its place."""
 
@@ -100,9 +101,9 @@ class Room:
             for index, unit in enumerate(self.spec.units):
                 for k in range(len(unit.parts)) if kind == "w" else unit.trained_parts:
                     nbytes = self._part_bytes(kind, index, unit.parts[k])
-                    self.extents[f"{kind}{index}.{k}@disk"] = self.drive.reserve(
-                        area, f"{role}/{unit.name}#{k}", nbytes
-                    )
+                    if nbytes:
+                        name = f"{role}/{unit.name}#{k}"
+                        self.extents[f"{kind}{index}.{k}@disk"] = self.drive.reserve(area, name, nbytes)
         if self.disk is not None:
             self.disk.allocate()
 
@@ -123,7 +124,11 @@ class Room:
             return self.slots[place]
         name = place.partition("@")[0]
         kind, (unit, part) = name[0], map(int, name[1:].split("."))
-        return self.part_bytes(kind, unit, part, self.homes[kind, unit])
+        return self.part_bytes(kind, unit, part, self.home(kind, unit))
+
+    def home(self, kind: str, unit: int) -> Tensor:
+        """The bytes of a unit's value that stays in memory; none where nothing is kept (sgd without momentum)."""
+        return self.homes.get((kind, unit), self.nothing)
 
     def part_bytes(self, kind: str, unit: int, part: int, whole: Tensor) -> Tensor:
         """A part's bytes, padded to whole pages, within the buffer of its unit."""

@@ -78,6 +78,15 @@ class View:
     exp_avg: Tensor | None
     exp_avg_sq: Tensor | None
 
+    @property
+    def trained(self) -> bool:
+        return bool(self.moments)
+
+    @property
+    def moments(self) -> dict[str, Tensor]:
+        found = {"exp_avg": self.exp_avg, "exp_avg_sq": self.exp_avg_sq}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
 
 @dataclass
 class FakeSession:

@@ -38,9 +38,8 @@ def made(model: nn.Module | None = None, part_elements: int = 1000, **how: Any) 
 def changed(run: FakeRun, by: float) -> FakeRun:
     """As if updates had been made."""
     for view in run.session.views:
-        if view.exp_avg is not None and view.exp_avg_sq is not None:
-            view.exp_avg.add_(by)
-            view.exp_avg_sq.add_(by)
+        for moment in view.moments.values():
+            moment.add_(by)
     return run
 
 
@@ -296,7 +295,7 @@ print("go", step, len(rejected), flush=True)
 while True:
     step += 1
     for view in run.session.views:
-        view.exp_avg.fill_(step)
+        view.moments["exp_avg"].fill_(step)
     save_checkpoint(root, run, {"step": step}, keep=1 + step % 2)
     print("saved", step, flush=True)
 """

@@ -49,7 +49,7 @@ def trained(swap: Path, tier: str = "disk", mode: str = "") -> dict[str, Any]:
             spoiled_calls = 0
         digest = hashlib.sha256()
         for view in run.session.parts():
-            for tensor in (view.weight, view.low, view.exp_avg, view.exp_avg_sq):
+            for tensor in (view.weight, view.low, *view.moments.values()):
                 digest.update(b"" if tensor is None else tensor.view(torch.uint8).numpy().tobytes())
     return {"losses": losses, "digest": digest.hexdigest(), "spoiled": spoiled_calls}
 
