@@ -29,8 +29,23 @@ OZ_API int oz_isa_supported(int level) {
   return isa_supported(level);
 }
 
-OZ_API void oz_adam(const AdamArgs *args, int num_threads) {
-  adam(*args, num_threads);
+OZ_API void oz_update(UpdateArgs *args, uint64_t seed, int64_t step, int num_threads) {
+  set_keys(*args, seed, step);
+  update(*args, num_threads);
+}
+
+OZ_API int64_t oz_quant_block() {
+  return kQuant;
+}
+
+OZ_API void oz_encode_moment(uint8_t *codes, float *scales, const float *in, int64_t count, int second) {
+  PlainFloats plain;
+  kernels().encode[second != 0](codes, scales, in, count);
+}
+
+OZ_API void oz_decode_moment(float *out, const uint8_t *codes, const float *scales, int64_t count, int second) {
+  PlainFloats plain;
+  kernels().decode[second != 0](out, codes, scales, count);
 }
 
 OZ_API void oz_split_master(uint16_t *weight, uint16_t *low, const uint32_t *master, int64_t count) {

@@ -56,19 +56,32 @@ constexpr int64_t kTile =
     32768; // elements: under a megabyte of state, so a thread that ends late is soon caught up with
 
 static bool update_tile(void *arg, int64_t index) {
-  const AdamArgs &args = *static_cast<const AdamArgs *>(arg);
+  const UpdateArgs &args = *static_cast<const UpdateArgs *>(arg);
   PlainFloats plain;
   int64_t begin = index * kTile, end = begin + kTile;
-  kernels().adam(args, begin, end < args.count ? end : args.count);
+  kernels().update(args, begin, end < args.count ? end : args.count);
   return true;
 }
 
-void adam(const AdamArgs &args, int num_threads) {
+static uint64_t mixed(uint64_t x) { // the finaliser of SplitMix64 (Steele, Lea and Flood 2014)
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9u;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111ebu;
+  return x ^ (x >> 31);
+}
+
+void set_keys(UpdateArgs &args, uint64_t seed, int64_t step) {
+  uint64_t a = mixed(mixed(seed + 0x9e3779b97f4a7c15u) + uint64_t(step) * 0x9e3779b97f4a7c15u);
+  args.keys[0] = uint32_t(a);
+  args.keys[1] = uint32_t(a >> 32);
+  args.keys[2] = uint32_t(mixed(a + 0x9e3779b97f4a7c15u));
+}
+
+void update(const UpdateArgs &args, int num_threads) {
   // Never destroyed: threads that sleep at the end of the process must not be waited for.
   static Pool *team = new (std::nothrow) Pool;
   int64_t num_tiles = (args.count + kTile - 1) / kTile;
   if (num_threads > num_tiles) num_threads = int(num_tiles);
-  Job job{update_tile, const_cast<AdamArgs *>(&args), num_tiles, num_threads};
+  Job job{update_tile, const_cast<UpdateArgs *>(&args), num_tiles, num_threads};
   if (team && num_threads > 1) {
     team->grow(num_threads - 1);
     team->run(job, true);

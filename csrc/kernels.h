@@ -10,30 +10,45 @@ namespace offloadz {
 
 constexpr int64_t kPiece = 65536; // elements per partial sum
 
-// One AdamW update.  All constants are formed in double by the caller and rounded once, as torch does with scalars.
-struct AdamArgs {
-  void *weight;         // bfloat16 (the high half of a split master) or float32
-  uint16_t *low;        // the low half, or null
-  float *exp_avg;       // first moment
-  float *exp_avg_sq;    // second moment
-  const void *grad;     // bfloat16 or float32
-  int64_t count;        // elements
+constexpr int64_t kQuant = 256; // elements that share a scale; BLOCK_ELEMENTS in offloadz/plan/recipes.py is the same
+
+enum Rule : int32_t { kAdam, kLion, kSgd };
+enum WeightFormat : int32_t { kWhole, kSplit, kAlone }; // float32; bfloat16 with its low half; bfloat16 without
+enum MomentFormat : int32_t { kFp32, kBf16, kCodes };
+
+// One update of a span of elements.  All constants are formed in double and rounded once, as torch does with scalars.
+struct UpdateArgs {
+  void *weight;
+  uint16_t *low;    // kSplit: the low half of the master
+  void *moments[2]; // Adam: first and second; Lion, SGD with momentum: one
+  float *scales[2]; // kCodes: one per kQuant elements, counted from the start of the span
+  const void *grad; // bfloat16 or float32
+  int64_t count;    // elements
+  int32_t rule;
+  int32_t weight_format;
+  int32_t moment_format;
+  int32_t num_moments;
   int32_t grad_is_bf16; // else float32
-  int32_t decoupled;    // 1: AdamW, 0: Adam with the decay added to the gradient
+  int32_t decoupled;    // 1: the decay shrinks the weight, 0: it is added to the gradient
   float grad_scale;     // multiplies the widened gradient first
   float keep;           // 1 - lr * weight_decay
   float decay;          // weight_decay
+  float beta1;
   float one_minus_beta1;
   float beta2;
   float one_minus_beta2;
   float root_correction2; // sqrt(1 - beta2^step)
+  float inverse_root2;    // 1 / sqrt(1 - beta2^step)
   float eps;
-  float minus_step_size; // -lr / (1 - beta1^step)
+  float minus_step_size; // Adam: -lr / (1 - beta1^step); the others: -lr
+  float momentum;
+  uint32_t keys[3];       // of the random bits, see codec.inl
+  uint32_t first_element; // of the span within its parameter; the counter goes round after 2^32
 };
 
 struct Kernels {
   const char *name;
-  void (*adam)(const AdamArgs &args, int64_t begin, int64_t end);
+  void (*update)(const UpdateArgs &args, int64_t begin, int64_t end);
   void (*split_master)(uint16_t *weight, uint16_t *low, const uint32_t *master, int64_t count);
   void (*join_master)(uint32_t *master, const uint16_t *weight, const uint16_t *low, int64_t count);
   void (*widen)(uint32_t *out, const uint16_t *in, int64_t count);
@@ -42,6 +57,8 @@ struct Kernels {
   double (*drain_copy)(float *out, const float *grad, int64_t count);
   double (*sum_squares_bf16)(const uint16_t *in, int64_t count);
   double (*sum_squares_fp32)(const float *in, int64_t count);
+  void (*encode[2])(uint8_t *codes, float *scales, const float *in, int64_t count); // first, second moment
+  void (*decode[2])(float *out, const uint8_t *codes, const float *scales, int64_t count);
 };
 
 extern const Kernels kernels_baseline;
@@ -55,7 +72,10 @@ const Kernels &kernels();
 int select_isa(const char *name);
 bool isa_supported(int level); // 0 baseline, 1 avx2, 2 avx512
 
+// Forms the keys of the random bits from the run's seed and the step.
+void set_keys(UpdateArgs &args, uint64_t seed, int64_t step);
+
 // Runs the whole update on `num_threads` threads, the caller's included.  The result does not depend on their number.
-void adam(const AdamArgs &args, int num_threads);
+void update(const UpdateArgs &args, int num_threads);
 
 } // namespace offloadz

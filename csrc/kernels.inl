@@ -47,19 +47,19 @@ static inline float load_grad(const uint16_t *grad, int64_t i) {
 // The order of operations is torch's single-tensor Adam: mul (decay), lerp, mul + addcmul, sqrt / correction + eps,
 // addcdiv.  torch's lerp and addcmul are compiled to fused multiply-adds on this kind of processor, ours are not (see
 // [Note: the same bits everywhere]); that is the whole difference, one rounding in each moment and step.
-template <class Grad, bool kSplit, bool kDecoupled, bool kFar>
-static void adam_loop(const AdamArgs &a, int64_t begin, int64_t end) {
+template <class Grad, bool kHalves, bool kDecoupled, bool kFar>
+static void adam_loop(const UpdateArgs &a, int64_t begin, int64_t end) {
   float *__restrict full = static_cast<float *>(a.weight);
   uint16_t *__restrict high = static_cast<uint16_t *>(a.weight);
   uint16_t *__restrict low = a.low;
-  float *__restrict exp_avg = a.exp_avg;
-  float *__restrict exp_avg_sq = a.exp_avg_sq;
+  float *__restrict exp_avg = static_cast<float *>(a.moments[0]);
+  float *__restrict exp_avg_sq = static_cast<float *>(a.moments[1]);
   const Grad *__restrict grad = static_cast<const Grad *>(a.grad);
   const float scale = a.grad_scale, keep = a.keep, decay = a.decay;
   const float w1 = a.one_minus_beta1, far1 = 1.0f - w1, beta2 = a.beta2, w2 = a.one_minus_beta2;
   const float root = a.root_correction2, eps = a.eps, minus = a.minus_step_size;
   for (int64_t i = begin; i < end; ++i) {
-    float p = kSplit ? as_float(joined(high[i], low[i])) : full[i];
+    float p = kHalves ? as_float(joined(high[i], low[i])) : full[i];
     float g = load_grad(grad, i) * scale;
     if (kDecoupled)
       p = p * keep;
@@ -72,7 +72,7 @@ static void adam_loop(const AdamArgs &a, int64_t begin, int64_t end) {
     p = p + (minus * m) / denom;
     exp_avg[i] = m;
     exp_avg_sq[i] = v;
-    if (kSplit) {
+    if (kHalves) {
       uint32_t bits = standard_nan(as_bits(p));
       high[i] = uint16_t(high_half(bits));
       low[i] = uint16_t(bits);
@@ -82,15 +82,15 @@ static void adam_loop(const AdamArgs &a, int64_t begin, int64_t end) {
   }
 }
 
-template <class Grad, bool kSplit> static void adam_decay(const AdamArgs &a, int64_t begin, int64_t end) {
+template <class Grad, bool kHalves> static void adam_decay(const UpdateArgs &a, int64_t begin, int64_t end) {
   bool far = a.one_minus_beta1 >= 0.5f;
   if (a.decoupled)
-    (far ? adam_loop<Grad, kSplit, true, true> : adam_loop<Grad, kSplit, true, false>)(a, begin, end);
+    (far ? adam_loop<Grad, kHalves, true, true> : adam_loop<Grad, kHalves, true, false>)(a, begin, end);
   else
-    (far ? adam_loop<Grad, kSplit, false, true> : adam_loop<Grad, kSplit, false, false>)(a, begin, end);
+    (far ? adam_loop<Grad, kHalves, false, true> : adam_loop<Grad, kHalves, false, false>)(a, begin, end);
 }
 
-static void adam_part(const AdamArgs &a, int64_t begin, int64_t end) {
+static void adam_part(const UpdateArgs &a, int64_t begin, int64_t end) {
   if (a.grad_is_bf16)
     (a.low ? adam_decay<uint16_t, true> : adam_decay<uint16_t, false>)(a, begin, end);
   else
@@ -121,6 +121,9 @@ static void narrow(uint16_t *__restrict out, const uint32_t *__restrict in, int6
   for (int64_t i = 0; i < count; ++i)
     out[i] = uint16_t(nearest_even(in[i]));
 }
+
+#include "codec.inl"
+#include "update.inl"
 
 struct Nothing {}; // where a drain that only sums writes
 
@@ -205,7 +208,7 @@ template <class In> static double sum_squares(const In *in, int64_t count) {
 
 static constexpr Kernels make_table(const char *name) {
   return Kernels{name,
-                 adam_part,
+                 update_part,
                  split_master,
                  join_master,
                  widen,
@@ -213,5 +216,7 @@ static constexpr Kernels make_table(const char *name) {
                  pieces<uint16_t, float>,
                  pieces<float, float>,
                  sum_squares<uint16_t>,
-                 sum_squares<float>};
+                 sum_squares<float>,
+                 {encode_all<false>, encode_all<true>},
+                 {decode_all<false>, decode_all<true>}};
 }

@@ -13,18 +13,161 @@ from torch import Tensor
 from offloadz.runtime.checks import check_apart, check_number, check_tensor, check_threads
 from offloadz.runtime.library import load_library
 
+BLOCK = 256
+"""Elements that share the scale of 8-bit moments, counted from the start of the span; csrc's kQuant."""
+
 _FLOATS = (torch.bfloat16, torch.float32)
+_HALVES = (torch.int16, torch.uint16)
+_CODES = (torch.uint8, torch.int8)
+_MOMENT_FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.uint8: 2, torch.int8: 2}
+_MOMENT_NAMES = {"adam": ("exp_avg", "exp_avg_sq"), "lion": ("exp_avg",), "sgd": ("momentum_buffer",)}
+_RULES = tuple(_MOMENT_NAMES)
 
 
-class _AdamArgs(ctypes.Structure):
+class _UpdateArgs(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("weight", "low", "exp_avg", "exp_avg_sq", "grad")),
+        *((name, ctypes.c_void_p) for name in ("weight", "low")),
+        ("moments", ctypes.c_void_p * 2),
+        ("scales", ctypes.c_void_p * 2),
+        ("grad", ctypes.c_void_p),
         ("count", ctypes.c_int64),
-        ("grad_is_bf16", ctypes.c_int32),
-        ("decoupled", ctypes.c_int32),
-        *((name, ctypes.c_float) for name in ("grad_scale", "keep", "decay", "one_minus_beta1", "beta2")),
-        *((name, ctypes.c_float) for name in ("one_minus_beta2", "root_correction2", "eps", "minus_step_size")),
+        *((name, ctypes.c_int32) for name in ("rule", "weight_format", "moment_format", "num_moments")),
+        *((name, ctypes.c_int32) for name in ("grad_is_bf16", "decoupled")),
+        *((name, ctypes.c_float) for name in ("grad_scale", "keep", "decay", "beta1", "one_minus_beta1", "beta2")),
+        *((name, ctypes.c_float) for name in ("one_minus_beta2", "root_correction2", "inverse_root2", "eps")),
+        *((name, ctypes.c_float) for name in ("minus_step_size", "momentum")),
+        ("keys", ctypes.c_uint32 * 3),
+        ("first_element", ctypes.c_uint32),
     )
+
+
+def update_(
+    rule: str,
+    weight: Tensor,
+    low: Tensor | None,
+    moments: tuple[Tensor, ...],
+    scales: tuple[Tensor | None, ...],
+    grad: Tensor,
+    *,
+    step: int,
+    lr: float,
+    beta1: float = 0.0,
+    beta2: float = 0.0,
+    eps: float = 0.0,
+    weight_decay: float = 0.0,
+    momentum: float = 0.0,
+    grad_scale: float = 1.0,
+    threads: int,
+    seed: int = 0,
+    first_element: int = 0,
+    decoupled: bool = True,
+) -> None:
+    """One optimizer step in place over flat tensors of equal length, in one pass.
+
+    `rule` is "adam" (AdamW, Loshchilov and Hutter 2019, algorithm 2; with `decoupled=False` Adam), "lion" (Chen et al.
+    2023, algorithm 2) or "sgd" (torch's, with `momentum`).  `weight` is float32 with `low` None, bfloat16 with the
+    `low` half of its master (see `split_master_`), or bfloat16 with `low` None: its new value is rounded at random so
+    that the mean is kept.  `moments` are (exp_avg, exp_avg_sq), (exp_avg,), (momentum_buffer,) or, for sgd without
+    momentum, (): all float32, or bfloat16 rounded at random, or codes of 8 bits with `scales[i]` float32, one for each
+    `BLOCK` elements counted from the start.  `grad` is bfloat16 or float32 and is multiplied by `grad_scale` first.
+    `step` counts from 1.  Random bits depend on (`seed`, `step`, `first_element` + i) and nothing else, results neither
+    on `threads` nor on the instruction set.  ValueError for what does not fit together, naming it.
+    """
+    args = _UpdateArgs()
+    _put_tensors(args, rule, weight, low, moments, scales, grad)
+    lr, weight_decay = check_number("lr", lr, 0.0), check_number("weight_decay", weight_decay, 0.0)
+    beta1, beta2 = check_number("beta1", beta1, 0.0, 1.0), check_number("beta2", beta2, 0.0, 1.0)
+    check_whole("step", step, 1, 2**62)
+    check_whole("seed", seed, -(2**63), 2**64 - 1)
+    check_whole("first_element", first_element, 0, 2**62)
+    args.momentum = check_number("momentum", momentum, 0.0)
+    if rule == "sgd" and (momentum > 0) != bool(moments):
+        raise ValueError(
+            f"momentum is {momentum} with {len(moments)} moments; sgd needs a buffer just when it is above 0"
+        )
+    args.eps = check_number("eps", eps, 0.0)
+    args.grad_scale = check_number("grad_scale", grad_scale, -sys.float_info.max)
+    args.decoupled, args.keep, args.decay = decoupled, 1 - lr * weight_decay, weight_decay
+    args.beta1, args.one_minus_beta1 = beta1, 1 - beta1
+    args.beta2, args.one_minus_beta2 = beta2, 1 - beta2
+    args.root_correction2 = (1 - beta2**step) ** 0.5
+    args.inverse_root2 = (1 - beta2**step) ** -0.5
+    args.minus_step_size = -(lr / (1 - beta1**step)) if rule == "adam" else -lr
+    args.first_element = first_element % 2**32
+    load_library().oz_update(ctypes.byref(args), seed % 2**64, step, check_threads(threads))
+
+
+def _put_tensors(
+    args: _UpdateArgs,
+    rule: str,
+    weight: Tensor,
+    low: Tensor | None,
+    moments: tuple[Tensor, ...],
+    scales: tuple[Tensor | None, ...],
+    grad: Tensor,
+) -> None:
+    """Checks the tensors against one another and puts their addresses and formats into `args`."""
+    if rule not in _RULES:
+        raise ValueError(f"rule is {rule!r}; it must be one of {', '.join(_RULES)}")
+    args.weight = check_tensor("weight", weight, (torch.bfloat16,) if low is not None else _FLOATS)
+    args.count = count = weight.numel()
+    named = {"weight": weight, "grad": grad}
+    if low is not None:
+        args.low = check_tensor("low", low, _HALVES, count)
+        named["low"] = low
+    args.grad = check_tensor("grad", grad, _FLOATS, count)
+    names = _MOMENT_NAMES[rule] if moments or rule != "sgd" else ()
+    if len(moments) != len(names) or len(scales) != len(moments):
+        raise ValueError(
+            f"{len(moments)} moments with {len(scales)} scales; {rule} needs {len(names)} of each ({', '.join(names)})"
+        )
+    for k, (name, moment, scale) in enumerate(zip(names, moments, scales, strict=True)):
+        args.moments[k] = check_tensor(name, moment, tuple(_MOMENT_FORMATS), count)
+        if _MOMENT_FORMATS[moment.dtype] != _MOMENT_FORMATS[moments[0].dtype]:
+            raise ValueError(
+                f"{name} has dtype {moment.dtype}, but {names[0]} {moments[0].dtype}; one format is needed"
+            )
+        named[name] = moment
+        if moment.dtype not in _CODES:
+            if scale is not None:
+                raise ValueError(f"the scales of {name} must be None: it has dtype {moment.dtype}, not codes of 8 bits")
+            continue
+        args.scales[k] = check_tensor(f"the scales of {name}", scale, (torch.float32,), num_scales(count))  # type: ignore[arg-type]
+        named[f"the scales of {name}"] = scale  # type: ignore[assignment]
+    check_apart(**named)
+    args.rule, args.num_moments, args.grad_is_bf16 = _RULES.index(rule), len(moments), grad.dtype == torch.bfloat16
+    args.weight_format = 1 if low is not None else 0 if weight.dtype == torch.float32 else 2
+    args.moment_format = _MOMENT_FORMATS[moments[0].dtype] if moments else 0
+
+
+def check_whole(name: str, value: int, least: int, most: int) -> None:
+    """ValueError unless `value` is a whole number in [least, most]."""
+    if not isinstance(value, int) or not least <= value <= most:
+        raise ValueError(f"{name} is {value!r}; a whole number from {least} to {most} is needed")
+
+
+def num_scales(count: int) -> int:
+    """Scales of a span of `count` elements."""
+    return -(-count // BLOCK)
+
+
+def encode_moment_(codes: Tensor, scales: Tensor, values: Tensor, second: bool) -> None:
+    """Writes float32 `values` as `codes` of 8 bits (uint8 or int8) with `scales`, rounded to nearest; `second` says
+    that they are a second moment, never negative.  What `decode_moment_` gave comes back bit by bit."""
+    count = values.numel() if isinstance(values, Tensor) else None
+    to, of = check_tensor("codes", codes, _CODES, count), check_tensor("values", values, (torch.float32,))
+    at = check_tensor("scales", scales, (torch.float32,), num_scales(values.numel()))
+    check_apart(codes=codes, scales=scales, values=values)
+    load_library().oz_encode_moment(to, at, of, values.numel(), second)
+
+
+def decode_moment_(out: Tensor, codes: Tensor, scales: Tensor, second: bool) -> None:
+    """float32 `out` = what `codes` of 8 bits with `scales` mean, as a first moment or a `second`."""
+    count = out.numel() if isinstance(out, Tensor) else None
+    to, of = check_tensor("out", out, (torch.float32,)), check_tensor("codes", codes, _CODES, count)
+    at = check_tensor("scales", scales, (torch.float32,), num_scales(out.numel()))
+    check_apart(codes=codes, scales=scales, out=out)
+    load_library().oz_decode_moment(to, of, at, out.numel(), second)
 
 
 def adamw_(
@@ -44,36 +187,12 @@ def adamw_(
     decoupled: bool = True,
     threads: int,
 ) -> None:
-    """One AdamW step (Loshchilov and Hutter 2019, algorithm 2) in place over flat tensors of equal length, in one pass.
-
-    `weight` is bfloat16 with its `low` half (int16, see `split_master_`), or float32 with `low` None.  `grad` is
-    bfloat16 or float32 and is multiplied by `grad_scale` first; moments are float32.  `step` counts from 1.
-    `decoupled=False` is Adam with the decay added to the gradient.  Bits depend neither on `threads` nor on the
-    instruction set.  Against torch.optim.AdamW see tests/cpu/test_adam.py: equal but for single roundings.
-    """
-    count = weight.numel() if isinstance(weight, Tensor) else None
-    split = low is not None
-    args = _AdamArgs(
-        weight=check_tensor("weight", weight, (torch.bfloat16,) if split else (torch.float32,)),
-        low=check_tensor("low", low, (torch.int16,), count) if low is not None else None,
-        exp_avg=check_tensor("exp_avg", exp_avg, (torch.float32,), count),
-        exp_avg_sq=check_tensor("exp_avg_sq", exp_avg_sq, (torch.float32,), count),
-        grad=check_tensor("grad", grad, _FLOATS, count),
-        count=count,
-        grad_is_bf16=grad.dtype == torch.bfloat16,
-        decoupled=decoupled,
-    )
-    halves = {"low": low} if low is not None else {}
-    check_apart(weight=weight, exp_avg=exp_avg, exp_avg_sq=exp_avg_sq, grad=grad, **halves)
-    lr, weight_decay = check_number("lr", lr, 0.0), check_number("weight_decay", weight_decay, 0.0)
-    beta1, beta2 = check_number("beta1", beta1, 0.0, 1.0), check_number("beta2", beta2, 0.0, 1.0)
-    if not isinstance(step, int) or step < 1:
-        raise ValueError(f"step is {step!r}; a whole number from 1 is needed")
-    args.eps = check_number("eps", eps, 0.0)
-    args.grad_scale = check_number("grad_scale", grad_scale, -sys.float_info.max)
-    args.keep, args.decay = 1 - lr * weight_decay, weight_decay
-    args.one_minus_beta1 = 1 - beta1
-    args.beta2, args.one_minus_beta2 = beta2, 1 - beta2
-    args.root_correction2 = (1 - beta2**step) ** 0.5
-    args.minus_step_size = -(lr / (1 - beta1**step))
-    load_library().oz_adam(ctypes.byref(args), check_threads(threads))
+    """AdamW with float32 moments and a float32 weight or master: `update_` of the recipe `fp32`."""
+    if low is None:
+        check_tensor("weight", weight, (torch.float32,))
+    for name, moment in (("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
+        check_tensor(name, moment, (torch.float32,))
+    hyper = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
+    hyper |= {"grad_scale": grad_scale}
+    moments = (exp_avg, exp_avg_sq)
+    update_("adam", weight, low, moments, (None, None), grad, step=step, threads=threads, decoupled=decoupled, **hyper)
