@@ -2,12 +2,8 @@
 // a pointer.  No exception leaves them, and none ends the process.
 #include "crc32c.h"
 #include "floats.h"
-#include "io.h"
 #include "kernels.h"
-#include "pool.h"
-#include <cerrno>
 #include <cstring>
-#include <new>
 
 using namespace offloadz;
 
@@ -94,24 +90,4 @@ OZ_API void oz_fill(void *out, int value, int64_t num_bytes) {
 
 OZ_API uint32_t oz_crc32c(const void *data, int64_t num_bytes) {
   return crc32c(data, size_t(num_bytes));
-}
-
-// A pool with at least one thread, or null with errno set.
-OZ_API void *oz_io_start(int num_threads) {
-  Pool *pool = new (std::nothrow) Pool;
-  if (pool && pool->grow(num_threads) > 0) return pool;
-  delete pool;
-  errno = EAGAIN;
-  return nullptr;
-}
-
-OZ_API void oz_io_stop(void *pool) {
-  delete static_cast<Pool *>(pool);
-}
-
-OZ_API int oz_io_run(void *pool, int fd, int write, void *buffer, int64_t num_bytes, int64_t offset, int64_t origin,
-                     int64_t *table, IoFault *fault) {
-  *fault = run_transfer(*static_cast<Pool *>(pool),
-                        {fd, write != 0, static_cast<unsigned char *>(buffer), num_bytes, offset, origin, table});
-  return fault->kind;
 }

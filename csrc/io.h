@@ -4,12 +4,12 @@
 
 namespace offloadz {
 
-constexpr int64_t kPieceBytes = 1 << 20;           // one checksum each
-constexpr int64_t kRequestBytes = 4 * kPieceBytes; // one system call each
-constexpr int64_t kNeverWritten = -1;              // table entry of a piece that reads as zeros
+constexpr int64_t kPieceBytes = 1 << 20;               // one checksum each
+constexpr int64_t kMaxRequestBytes = 16 * kPieceBytes; // one system call moves at most this much
+constexpr int64_t kNeverWritten = -1;                  // table entry of a piece that reads as zeros
 
-// What went wrong first.  kind: 0 nothing, 1 the system call failed, 2 a piece is not what was written, 3 the threads
-// do not exist in this process (it is a fork).
+// What went wrong first.  kind: 0 nothing, 1 the system call failed, 2 a piece is not what was written, 3 the back end
+// does not exist in this process (it is a fork).
 struct IoFault {
   int32_t kind;
   int32_t error;        // errno
@@ -34,9 +34,23 @@ struct Transfer {
   int64_t *table;
 };
 
-class Pool;
+// A back end.  Any number of threads may call run() on one at a time.
+class Mover {
+public:
+  virtual ~Mover() = default; // no call may be in run() any more
+  // Returns when no request of this transfer is under way any more.
+  virtual IoFault run(const Transfer &transfer) = 0;
+  // Memory that transfers will use and that stays where it is as long as the back end lives; 0, or an errno that costs
+  // nothing but the gain.
+  virtual int fix(void *at, int64_t num_bytes) = 0;
+  // Why this back end goes on as threads: 0 it does not, 1 the system refused a ring, 2 a call on it, 3 a request;
+  // with the errno of that refusal.
+  virtual int fallen(int &error) = 0;
+};
 
-// Returns when no request of this transfer runs any more.  Any number of threads may call it on one pool.
-IoFault run_transfer(Pool &pool, const Transfer &transfer);
+// Both are null with `error` set where the system refuses.  Requests are `request_bytes` long, a multiple of a piece.
+Mover *start_threads(int num_threads, int64_t request_bytes, int &error);
+// `depth` requests under way per caller; `num_threads` only where it has to go on without a ring.
+Mover *start_ring(int depth, int num_threads, int64_t request_bytes, int &error);
 
 } // namespace offloadz

@@ -9,19 +9,11 @@ do not overlap one another; anything else is a `ValueError` that names the argum
 The native code checks nothing and never ends the process.
 """
 
-import ctypes
-import os
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Literal
-
 import torch
 from torch import Tensor
 
 from offloadz.memory.tier import NEVER_WRITTEN as NEVER_WRITTEN
-from offloadz.memory.tier import PIECE_BYTES
-from offloadz.runtime.checks import check_apart, check_tensor, check_threads
+from offloadz.runtime.checks import check_apart, check_tensor
 from offloadz.runtime.library import ISA_LEVELS as ISA_LEVELS
 from offloadz.runtime.library import isa as isa
 from offloadz.runtime.library import isa_supported as isa_supported
@@ -32,39 +24,15 @@ from offloadz.runtime.native_adam import adamw_ as adamw_
 from offloadz.runtime.native_adam import decode_moment_ as decode_moment_
 from offloadz.runtime.native_adam import encode_moment_ as encode_moment_
 from offloadz.runtime.native_adam import update_ as update_
+from offloadz.runtime.native_io import NativeIOError as NativeIOError
+from offloadz.runtime.native_io import TransferPool as TransferPool
+from offloadz.runtime.native_io import io_start as io_start
+from offloadz.runtime.native_io import io_stop as io_stop
+from offloadz.runtime.native_io import read_at as read_at
+from offloadz.runtime.native_io import ring_start as ring_start
+from offloadz.runtime.native_io import write_at as write_at
 
 _FLOATS = (torch.bfloat16, torch.float32)
-
-
-class NativeIOError(OSError):
-    """A transfer failed.  `operation` is "read", "write" or "checksum"; for "checksum" the drive answered, but piece
-    `piece` of the extent is not what was written (its length `wanted_bytes` / `found_bytes` or its CRC32C differ)."""
-
-    def __init__(self, error: int, operation: Literal["read", "write", "checksum"], fault: "_IoFault") -> None:
-        self.operation = operation
-        self.offset, self.piece = int(fault.offset), int(fault.piece)
-        self.wanted_bytes, self.found_bytes = int(fault.wanted_bytes), int(fault.found_bytes)
-        self.wanted_crc, self.found_crc = int(fault.wanted_crc), int(fault.found_crc)
-        where = f"at offset {self.offset}: wanted {self.wanted_bytes} bytes, found {self.found_bytes}"
-        if operation == "checksum":
-            text = f"piece {self.piece} {where}, CRC32C wanted {self.wanted_crc:#010x}, found {self.found_crc:#010x}"
-        else:
-            text = f"{operation} {where}: {os.strerror(error)}"
-        super().__init__(error, text)
-
-    @property
-    def damaged(self) -> bool:
-        """Whether the bytes were moved but are wrong (else the drive did not move them)."""
-        return self.operation == "checksum"
-
-
-class _IoFault(ctypes.Structure):
-    _fields_ = (
-        ("kind", ctypes.c_int32),
-        ("error", ctypes.c_int32),
-        *((name, ctypes.c_int64) for name in ("offset", "wanted_bytes", "found_bytes", "piece")),
-        *((name, ctypes.c_int64) for name in ("wanted_crc", "found_crc")),
-    )
 
 
 def split_master_(weight: Tensor, low: Tensor, master: Tensor) -> None:
@@ -151,112 +119,3 @@ def crc32c(data: Tensor, nbytes: int | None = None) -> int:
     if not 0 <= nbytes <= data.nbytes:
         raise ValueError(f"nbytes is {nbytes}; data has {data.nbytes}")
     return int(load_library().oz_crc32c(at, nbytes))
-
-
-class TransferPool:
-    """Threads that read and write; made by `io_start`.  Any number of Python threads may use it at once."""
-
-    def __init__(self, num_threads: int) -> None:
-        pointer = load_library().oz_io_start(check_threads(num_threads, "num_threads"))
-        if not pointer:
-            raise OSError(ctypes.get_errno(), "the system refused to start a single thread for transfers")
-        self._pointer: int | None = pointer
-        self._num_calls = 0
-        self._changed = threading.Condition()
-
-    @contextmanager
-    def _in_use(self) -> Iterator[int]:
-        """The pool's address, kept alive until the block ends."""
-        with self._changed:
-            if self._pointer is None:
-                raise ValueError("the transfer pool was stopped; io_start makes a new one")
-            pointer = self._pointer
-            self._num_calls += 1
-        try:
-            yield pointer
-        finally:
-            with self._changed:
-                self._num_calls -= 1
-                self._changed.notify_all()
-
-    def stop(self) -> None:
-        """Lets calls in progress end, then ends the threads; a second call does nothing."""
-        with self._changed:
-            pointer, self._pointer = self._pointer, None
-            self._changed.wait_for(lambda: self._num_calls == 0)
-        if pointer is not None:
-            load_library().oz_io_stop(pointer)
-
-
-def io_start(num_threads: int) -> TransferPool:
-    """Starts a pool of threads for transfers (more threads keep more requests of 4 MiB under way at once)."""
-    return TransferPool(num_threads)
-
-
-def io_stop(pool: TransferPool) -> None:
-    """Ends the pool's threads once the calls in progress have returned."""
-    pool.stop()
-
-
-def read_at(
-    pool: TransferPool,
-    fd: int,
-    buffer: Tensor,
-    nbytes: int,
-    offset: int,
-    crcs: Tensor | None = None,
-    origin: int = 0,
-) -> None:
-    """Reads `nbytes` at file offset `offset` into the start of `buffer` (uint8); returns when all of it is there.
-
-    `crcs` is the extent's table: int64, one entry per 1 MiB piece counted from `origin`, the file offset at which the
-    extent starts.  An entry is `length << 32 | CRC32C` as `write_at` stored it, or `NEVER_WRITTEN` (-1): that piece is
-    zeros and is not read.  With a table, `offset - origin` is a multiple of 1 MiB and every piece must have the length
-    it was written with, so a transfer ends with a whole piece or with the extent.  Raises `NativeIOError`; the buffer's
-    content is then undefined, and no request is left running.
-    """
-    _transfer(pool, fd, buffer, nbytes, offset, crcs, origin, False)
-
-
-def write_at(
-    pool: TransferPool,
-    fd: int,
-    buffer: Tensor,
-    nbytes: int,
-    offset: int,
-    crcs: Tensor | None = None,
-    origin: int = 0,
-) -> None:
-    """Writes the first `nbytes` of `buffer`, and each piece's entry to `crcs` once it is written; see `read_at`.
-
-    After a failure the file holds parts of the new bytes, and `crcs` speaks of the new bytes only for some pieces.
-    """
-    _transfer(pool, fd, buffer, nbytes, offset, crcs, origin, True)
-
-
-def _transfer(
-    pool: TransferPool, fd: int, buffer: Tensor, nbytes: int, offset: int, crcs: Tensor | None, origin: int, write: bool
-) -> None:
-    at = check_tensor("buffer", buffer, (torch.uint8,))
-    if not 0 <= nbytes <= buffer.nbytes:
-        raise ValueError(f"nbytes is {nbytes}; the buffer has {buffer.nbytes}")
-    if not 0 <= origin <= offset <= 2**62:
-        raise ValueError(f"offset is {offset}; it must be at least the extent's origin, {origin}, and that at least 0")
-    table = _check_table(crcs, nbytes, offset - origin) if crcs is not None else None
-    fault = _IoFault()
-    with pool._in_use() as pointer:
-        kind = load_library().oz_io_run(pointer, fd, write, at, nbytes, offset, origin, table, ctypes.byref(fault))
-    if kind == 2:
-        raise NativeIOError(0, "checksum", fault)
-    if kind:
-        raise NativeIOError(fault.error, "write" if write else "read", fault)
-
-
-def _check_table(crcs: Tensor, nbytes: int, start: int) -> int:
-    table = check_tensor("crcs", crcs, (torch.int64,))
-    if start % PIECE_BYTES:
-        raise ValueError(f"the transfer starts {start} bytes into its extent; with crcs, a multiple of 1 MiB is needed")
-    needed = -(-(start + nbytes) // PIECE_BYTES)
-    if crcs.numel() < needed:
-        raise ValueError(f"crcs has {crcs.numel()} entries; {needed} are needed")
-    return table

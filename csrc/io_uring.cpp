@@ -1,0 +1,275 @@
+// The back end by io_uring: each caller has a ring of its own, keeps a few requests under way on it, and sums one
+// request while the others move.  There is no thread of ours in between.
+//
+// [Note: going on without a ring] What the system refuses at any time (a ring, a call on it, a request) is done by
+// plain calls: what the kernel has not taken is taken back, what it has is waited for, and from then on this back end
+// is a team of threads.  A request that failed or fell short is finished by plain calls too, so both back ends resume
+// and report alike.
+#include "io_work.h"
+#include "pool.h"
+#include "ring.h"
+#include <atomic>
+#include <cerrno>
+#include <new>
+#include <unistd.h>
+
+namespace offloadz {
+namespace {
+
+constexpr int kMaxDepth = 64;
+constexpr unsigned kMaxRegions = 64;
+constexpr size_t kRegionBytes = size_t(1) << 30; // the most that one fixed buffer may be
+enum Stage { kNone = 0, kSetup = 1, kCall = 2, kRequest = 3 };
+
+// Errors that say "not like this" rather than "the drive failed".
+bool is_refusal(int error) {
+  return error == EINVAL || error == EOPNOTSUPP || error == ENOSYS || error == EPERM || error == EACCES ||
+         error == ENOMEM || error == EBADF || error == EFAULT;
+}
+
+// One transfer on one ring.
+class Flight {
+public:
+  Flight(Ring &ring, Work &work, int depth, const Region *regions)
+      : ring_(ring), work_(work), regions_(regions), depth_(depth), at_(work.transfer.offset) {
+    for (int i = 0; i < 2 * depth; ++i)
+      free_[num_free_++] = i;
+  }
+
+  // Everything is done, or a fault is noted, or the ring was refused and what begins at rest() has to go another way.
+  void run() {
+    for (;;) {
+      bool more = fill();
+      if (!num_flying_ && !num_moved_) return;
+      if (stage_ == kNone) {
+        int error = ring_.enter(!num_moved_ && !more);
+        if (error) give_up(error);
+      } else if (!num_moved_) {
+        ring_.wait_outside();
+      }
+      reap();
+      if (num_moved_) finish(moved_[--num_moved_]);
+    }
+  }
+
+  int64_t rest() const { return at_; }
+  int stage() const { return stage_; }
+  int error() const { return error_; }
+
+private:
+  bool wants_more() const { return stage_ == kNone && !work_.fault.kind && num_flying_ < depth_ && num_free_; }
+
+  // Queues requests; whether there is room for more.
+  bool fill() {
+    while (wants_more()) {
+      int slot = free_[num_free_ - 1];
+      Request &request = slots_[slot];
+      if (!next_request(work_, at_, work_.end(), request)) return false;
+      --num_free_;
+      ++num_flying_;
+      begin_request(work_, request);
+      ring_.push(work_.transfer.write, request.buffer, uint32_t(request.count), request.at, region_of(request),
+                 uint64_t(slot));
+      // Summing the next one takes a while: let this one start.
+      if (work_.transfer.write && work_.transfer.table) return wants_more();
+    }
+    return false;
+  }
+
+  int region_of(const Request &request) const {
+    for (unsigned i = 0; i < ring_.num_buffers(); ++i) {
+      unsigned char *start = static_cast<unsigned char *>(regions_[i].at);
+      if (request.buffer >= start && request.buffer + request.count <= start + regions_[i].num_bytes) return int(i);
+    }
+    return -1;
+  }
+
+  void refused(int stage, int error) {
+    if (stage_ == kNone) stage_ = stage, error_ = error;
+  }
+
+  void give_up(int error) {
+    uint64_t slot;
+    while (ring_.take_back(slot))
+      settle(int(slot), 0);
+    // A full queue or a moment without memory is no reason to leave.
+    if ((error != EAGAIN && error != EBUSY) || !num_flying_) refused(kCall, error);
+  }
+
+  void reap() {
+    Completion done;
+    while (ring_.reap(done)) {
+      const Request &request = slots_[done.tag];
+      int64_t moved = done.result > 0 ? done.result : 0;
+      int error = done.result < 0 ? -done.result : 0;
+      bool moved_here = moved < request.count && settle(int(done.tag), moved);
+      if (moved_here && is_refusal(error)) refused(kRequest, error);
+      if (moved >= request.count) {
+        --num_flying_;
+        moved_[num_moved_++] = int(done.tag);
+      }
+    }
+  }
+
+  // Ends a request by plain calls.
+  bool settle(int slot, int64_t moved) {
+    --num_flying_;
+    int error = move_rest(work_, slots_[slot], moved);
+    if (error) {
+      work_.fail(error, slots_[slot], moved);
+      free_[num_free_++] = slot;
+      return false;
+    }
+    moved_[num_moved_++] = slot;
+    return true;
+  }
+
+  void finish(int slot) {
+    end_request(work_, slots_[slot]);
+    free_[num_free_++] = slot;
+  }
+
+  Ring &ring_;
+  Work &work_;
+  const Region *regions_;
+  int depth_, num_flying_ = 0, num_moved_ = 0, num_free_ = 0;
+  int64_t at_;
+  int stage_ = kNone, error_ = 0;
+  Request slots_[2 * kMaxDepth];
+  int free_[2 * kMaxDepth], moved_[2 * kMaxDepth];
+};
+
+class Rings final : public Mover {
+public:
+  Rings(int depth, int num_threads, int64_t request_bytes)
+      : depth_(depth < kMaxDepth ? depth : kMaxDepth), num_threads_(num_threads), request_bytes_(request_bytes) {}
+
+  ~Rings() override { drop_idle(); }
+
+  // The first ring, so that a refusal is known before the first transfer.
+  bool start(int &error) {
+    idle_ = open_ring(error);
+    return idle_;
+  }
+
+  int fix(void *at, int64_t num_bytes) override {
+    std::lock_guard<std::mutex> lock(mutex_);
+    char *next = static_cast<char *>(at);
+    for (size_t left = size_t(num_bytes); left;) {
+      if (num_regions_ >= kMaxRegions) return ENOSPC;
+      size_t part = left < kRegionBytes ? left : kRegionBytes;
+      regions_[num_regions_++] = {next, part};
+      next += part, left -= part;
+    }
+    return 0;
+  }
+
+  int fallen(int &error) override {
+    error = error_;
+    return stage_;
+  }
+
+  IoFault run(const Transfer &transfer) override {
+    if (owner_ != getpid()) return {3, ECHILD, transfer.offset, transfer.num_bytes, 0, 0, 0, 0};
+    Work work(transfer, request_bytes_);
+    if (work.fault.kind || transfer.num_bytes <= 0) return work.fault;
+    Ring *ring = take();
+    if (!ring) return by_threads(transfer);
+    int64_t rest = fly(*ring, work);
+    give(ring);
+    if (work.fault.kind || rest >= work.end()) return work.fault;
+    Transfer left = transfer;
+    left.buffer += rest - transfer.offset;
+    left.num_bytes -= rest - transfer.offset;
+    left.offset = rest;
+    return by_threads(left);
+  }
+
+private:
+  int64_t fly(Ring &ring, Work &work) {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (ring.seen_fixes != num_regions_) ring.use_buffers(regions_, num_regions_);
+      ring.seen_fixes = num_regions_;
+    }
+    ring.use_file(work.transfer.fd);
+    Flight flight(ring, work, depth_, regions_);
+    flight.run();
+    ring.use_file(-1);
+    if (flight.stage()) refuse(flight.stage(), flight.error());
+    return flight.rest();
+  }
+
+  void refuse(int stage, int error) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (stage_) return;
+    error_ = error;
+    stage_ = stage;
+  }
+
+  Ring *open_ring(int &error) {
+    Ring *ring = new (std::nothrow) Ring;
+    error = ring ? ring->open(unsigned(depth_)) : ENOMEM;
+    if (!error) return ring;
+    delete ring;
+    return nullptr;
+  }
+
+  // A ring for one call; null once the back end has fallen.
+  Ring *take() {
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (stage_) return nullptr;
+      Ring *ring = idle_;
+      if (ring) {
+        idle_ = ring->next;
+        return ring;
+      }
+    }
+    int error = 0;
+    Ring *ring = open_ring(error);
+    if (!ring) refuse(kSetup, error);
+    return ring;
+  }
+
+  void give(Ring *ring) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    ring->next = idle_;
+    idle_ = ring;
+    if (stage_) drop_idle();
+  }
+
+  void drop_idle() {
+    while (Ring *ring = idle_) {
+      idle_ = ring->next;
+      delete ring;
+    }
+  }
+
+  IoFault by_threads(const Transfer &transfer) {
+    bool alone = pool_.grow(num_threads_) == 0; // not even a thread: then this one
+    return run_by_threads(pool_, transfer, request_bytes_, alone);
+  }
+
+  const int depth_, num_threads_;
+  const int64_t request_bytes_;
+  const pid_t owner_ = getpid();
+  std::mutex mutex_;
+  Ring *idle_ = nullptr; // a list
+  Region regions_[kMaxRegions];
+  unsigned num_regions_ = 0;
+  std::atomic<int> stage_{kNone}, error_{0};
+  Pool pool_;
+};
+
+} // namespace
+
+Mover *start_ring(int depth, int num_threads, int64_t request_bytes, int &error) {
+  Rings *made = new (std::nothrow) Rings(depth, num_threads, request_bytes);
+  error = ENOMEM;
+  if (made && made->start(error)) return made;
+  delete made;
+  return nullptr;
+}
+
+} // namespace offloadz
