@@ -209,6 +209,9 @@ def _contradictions(config: Config) -> Iterable[_Problem]:
     if train.eval_every and not (data.eval or data.eval_share):
         text = f"found {train.eval_every} without data to evaluate on; write data.eval or leave it out"
         yield ("train.eval_every", "data.eval"), text
+    if train.sample_every and not train.sample_prompts:
+        text = f'found {train.sample_every} without a prompt; write train.sample_prompts = ["..."] or leave it out'
+        yield ("train.sample_every", "train.sample_prompts"), text
     if data.format == "text":
         for key, default in (("train_on", "assistant"), ("chat_template", "")):
             if getattr(data, key) != default:

@@ -80,6 +80,16 @@ class TrainConfig:
     seed: int = _key(0, "int", "order of rows, dropout, random weights", low=0)
     log_every: int = _key(1, "int", "steps between log lines", low=1, free=True)
     eval_every: int = _key(0, "int", "steps between evaluations; 0: never in between", low=0)
+    sample_prompts: tuple[str, ...] = _key(
+        (),
+        "texts",
+        "what the model is asked between steps (dialogues: as a user's turn); answers go into the log",
+        free=True,
+    )
+    sample_every: int = _key(
+        0, "int", "steps between samples; 0: with each evaluation and at the end", low=0, free=True
+    )
+    sample_tokens: int = _key(64, "int", "most tokens of a sample's answer", low=1, free=True)
     save_every: int | str = _key("30min", "every", "steps or time; 0: never in between", free=True)
     keep: int = _key(2, "int", "checkpoints with optimizer state that stay", low=1, free=True)
     keep_weights: int = _key(0, "int", "weights-only exports kept besides", low=0, free=True)

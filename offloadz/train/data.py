@@ -116,14 +116,22 @@ class Dataset:
 
     `audit` counts what became of the records, `source(i)` names file and line, `pad_id` fills rows up (never read:
     padding is told by position).  Position 0 of a sample is never a target, since nothing stands before it.
-    `row_length` is the room of a packed row in tokens, 0 where each sample has a row of its own.
+    `row_length` is the room of a packed row in tokens, 0 where each sample has a row of its own; `template` is the
+    one that dialogues were written with.
     """
 
     def __init__(
-        self, rows: Sequence[tuple[Ids, Mask]], places: Sequence[Place], audit: Audit, pad_id: int, row_length: int = 0
+        self,
+        rows: Sequence[tuple[Ids, Mask]],
+        places: Sequence[Place],
+        audit: Audit,
+        pad_id: int,
+        row_length: int = 0,
+        template: ChatTemplate | None = None,
     ):
         """Take rows of ids and targets of equal lengths, and where each comes from."""
         self.audit, self.pad_id, self.places, self.row_length = audit, pad_id, list(places), row_length
+        self.template = template
         self._edges = np.cumsum([0, *(len(ids) for ids, _ in rows)], dtype=np.int64)
         self._ids = np.concatenate([ids for ids, _ in rows]) if rows else np.zeros(0, dtype=np.int32)
         self._targets = np.concatenate([mask for _, mask in rows]) if rows else np.zeros(0, dtype=np.bool_)
@@ -156,7 +164,7 @@ class Dataset:
         indices = np.flatnonzero(which).tolist()
         rows = [self[i] for i in indices]
         _count(rows, audit)
-        return Dataset(rows, [self.places[i] for i in indices], audit, self.pad_id, self.row_length)
+        return Dataset(rows, [self.places[i] for i in indices], audit, self.pad_id, self.row_length, self.template)
 
     def fingerprint(self) -> str:
         """A short hash of all ids, targets and edges: equal when and only when the samples are."""
@@ -203,7 +211,7 @@ def tokenise(records: Records, tokenizer: Any, cfg: DataSettings, vocab_size: in
         raise ConfigError(_nothing_left(audit, cfg))
     _count(rows, audit)
     pad = next((i for i in (tokenizer.pad_token_id, tokenizer.eos_token_id) if i is not None and i < vocab_size), 0)
-    return Dataset(rows, places, audit, pad, cfg.max_length if cfg.packing else 0)
+    return Dataset(rows, places, audit, pad, cfg.max_length if cfg.packing else 0, template)
 
 
 def _tokenised(

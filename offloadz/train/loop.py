@@ -4,9 +4,10 @@ Written on the Python API alone (`load`, `offload`, `run.step`, `run.flush`, `to
 state of a run in `checkpoint.py`), so whatever it does a loop of one's own can do.  The order of things: data, then the
 checkpoint to go on from, then the plan, and only then weights; so what is wrong is said while nothing has been started.
 
-[Note: a point between steps] Everything that is not a step happens between two: evaluate, save, stop.  What has been
-done at a point is written in the checkpoint (`step`, `evaluated_step`), so a run that was stopped or killed goes on in
-the same order.  The trade-off: a signal waits for the end of a step, which for a large model takes minutes.
+[Note: a point between steps] Everything that is not a step happens between two: evaluate, sample, save, stop.  What
+has been done at a point is written in the checkpoint (`step`, `evaluated_step`, `sampled_step`), so a run that was
+stopped or killed goes on in the same order.  The trade-off: a signal waits for the end of a step, which for a large
+model takes minutes.
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ from offloadz.runtime.meter import process_bytes
 from offloadz.train.begin import alone, find_start, is_finished, mark_finished
 from offloadz.train.checkpoint import load_checkpoint, save_checkpoint
 from offloadz.train.data import Loader
-from offloadz.train.metrics import Metrics
+from offloadz.train.metrics import SAMPLES, Metrics
 from offloadz.train.planning import Task, decided, optimizer_of, plan_lines, read_task, task_lines
 from offloadz.train.progress import Display
+from offloadz.train.sampling import Prompts
 from offloadz.train.schedule import schedule_of, scheduler_of
 from offloadz.train.signals import Interrupted, Signals
 from offloadz.train.templates import template_text
@@ -47,6 +49,9 @@ if TYPE_CHECKING:
 
 MEMORY_SLACK = 1.2
 """How far over the plan's limit memory that no file backs may be before a run ends itself: the kernel would not ask."""
+
+SAMPLED_SHARE = 4
+"""A micro-batch's tokens over those of samples asked at once: keys and values of all blocks stay below one's graph."""
 
 
 class RunStopped(RuntimeError):
@@ -59,6 +64,7 @@ class Progress:
 
     step: int = 0
     evaluated_step: int = 0
+    sampled_step: int = 0
     num_skipped: int = 0
     skipped_in_row: int = 0
 
@@ -140,7 +146,8 @@ class Training:
             self._resume(start)
         self.every = parse_every(config.train.save_every)
         self.saved_step, self.saved_at_s = self.progress.step, time.monotonic()
-        self.metrics = Metrics(self.output, self.progress.step, self.progress.evaluated_step)
+        progress = self.progress
+        self.metrics = Metrics(self.output, progress.step, progress.evaluated_step, progress.sampled_step)
         self.display = Display(console, self.progress.step, task.num_steps, config.train.log_every)
         self.due_line: dict[str, Any] | None = None
         """The line of the newest step, whose updates are still under way."""
@@ -228,12 +235,20 @@ class Training:
         progress, last = self.progress, self.progress.step >= self.task.num_steps
         if self.task.evaluation is not None and progress.step > progress.evaluated_step and self._evaluates(last):
             self._evaluate()
+        if self.task.prompts is not None and progress.step > progress.sampled_step and self._samples(last):
+            self._sample(self.task.prompts)
         if progress.step > self.saved_step and (last or self.signals.status or self._save_is_due()):
             self._save()
 
     def _evaluates(self, last: bool) -> bool:
         every = self.config.train.eval_every
         return last or (every > 0 and self.progress.step % every == 0)
+
+    def _samples(self, last: bool) -> bool:
+        every = self.config.train.sample_every
+        if not every:
+            return self._evaluates(last)
+        return last or self.progress.step % every == 0
 
     def _save_is_due(self) -> bool:
         steps, wait_s = self.every
@@ -272,6 +287,18 @@ class Training:
         self.display.say(
             f"step {self.progress.step}/{self.task.num_steps}  evaluation loss {loss:.4f}, {num_targets} tokens"
         )
+
+    def _sample(self, prompts: Prompts) -> None:
+        """Ask the model as it is now; left undone, without a trace, after a signal."""
+        self._settle()
+        most_tokens = max(1, self.plan.batch.tokens_per_micro // SAMPLED_SHARE)
+        answers = None if self.signals.status else prompts.ask(self.run, most_tokens, lambda: bool(self.signals.status))
+        if answers is None:
+            return
+        self.progress.sampled_step = self.progress.step
+        self.metrics.write({"step": self.progress.step, SAMPLES: [asdict(answer) for answer in answers]})
+        for answer in answers:
+            self.display.say(f"step {self.progress.step}/{self.task.num_steps}  {answer.prompt!r} -> {answer.text!r}")
 
     def _save(self) -> None:
         self._settle()
@@ -317,7 +344,7 @@ class Training:
         extra = load_checkpoint(start, self.run, checked=True)
         self.loader.load_state_dict(extra["loader"])
         self.scheduler.load_state_dict(extra["scheduler"])
-        self.progress = Progress(**{key: int(extra[key]) for key in asdict(self.progress)})
+        self.progress = Progress(**{key: int(extra.get(key, 0)) for key in asdict(self.progress)})
         if self.loader.num_served != self.progress.step:
             raise ConfigError(f"{start} is at step {self.progress.step}, its loader at {self.loader.num_served}")
         share = self.schedule(self.scheduler.last_epoch)

@@ -2,9 +2,9 @@
 
 The loop says what is in a line and when a step is done; here is how lines stay true over kills and resumes.  A resume
 cuts the file back to the checkpoint's step, so each step stands in it once.  [Note: lines are a prefix] Lines are in
-the order of steps, an evaluation behind its step, so what a checkpoint does not know of is always the end of the file.
-The trade-off: every line is handed to the system at once (a kill loses none), but flushed to the drive only before a
-checkpoint, because only what a checkpoint knows of is ever kept.
+the order of steps, behind each step its evaluation and then its samples, so what a checkpoint does not know of is
+always the end of the file.  The trade-off: every line is handed to the system at once (a kill loses none), but flushed
+to the drive only before a checkpoint, because only what a checkpoint knows of is ever kept.
 """
 
 from __future__ import annotations
@@ -20,21 +20,23 @@ from offloadz.plan.errors import DiskFailed
 
 METRICS = "metrics.jsonl"
 CURVES = ("loss", "lr", "grad_norm", "step_s", "tokens_per_s", "eval_loss")
-"""What TensorBoard is given."""
+"""What TensorBoard is given as curves."""
+SAMPLES = "generated"
+"""Key of a line of samples: a list of `{prompt, text, num_tokens, ended}`."""
 
 
 class Metrics:
     """The open metrics of a run directory.
 
-    `step` and `evaluated_step` are those of the checkpoint the run goes on from (0 at the start): later lines are cut
-    off.  Raises DiskFailed where the file cannot be written.
+    `step`, `evaluated_step` and `sampled_step` are those of the checkpoint the run goes on from (0 at the start): later
+    lines are cut off.  Raises DiskFailed where the file cannot be written.
     """
 
-    def __init__(self, directory: Path, step: int = 0, evaluated_step: int = 0) -> None:
+    def __init__(self, directory: Path, step: int = 0, evaluated_step: int = 0, sampled_step: int = 0) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self.path = directory / METRICS
-        self.num_cut = _cut(self.path, step, evaluated_step)
+        self.num_cut = _cut(self.path, step, {"eval_loss": evaluated_step, SAMPLES: sampled_step})
         try:
             fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         except OSError as error:
@@ -54,6 +56,10 @@ class Metrics:
             value = line.get(name)
             if isinstance(value, int | float) and math.isfinite(value):
                 self._board.add_scalar(name, value, line["step"])
+        for number, sample in enumerate(line.get(SAMPLES, ()), 1):
+            # Four blanks: TensorBoard reads Markdown, and an answer is none.
+            text = "\n".join(f"    {row}" for row in f"{sample['prompt']}\n-> {sample['text']}".splitlines())
+            self._board.add_text(f"sample {number}", text, line["step"])
 
     def sync(self) -> None:
         """Bring all lines to the drive: called before a checkpoint that knows of them."""
@@ -90,15 +96,18 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def _cut(path: Path, step: int, evaluated_step: int) -> int:
-    """Cut the file back to what a checkpoint knows of; returns the number of lines that went."""
+def _cut(path: Path, step: int, last_of: Mapping[str, int]) -> int:
+    """Cut the file back to what a checkpoint knows of; returns the number of lines that went.
+
+    `last_of`: the last step of the lines that have a key; of all others it is `step`.
+    """
     if not path.exists():
         return 0
     body = path.read_bytes().splitlines(keepends=True)
     kept = 0
     for raw in body:
         line = _parsed(raw)
-        last = evaluated_step if line is not None and "eval_loss" in line else step
+        last = next((at for key, at in last_of.items() if line is not None and key in line), step)
         if line is None or line["step"] > last:
             break
         kept += 1

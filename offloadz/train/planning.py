@@ -21,6 +21,8 @@ from offloadz.plan.wishes import question
 from offloadz.runtime.threads import update_threads
 from offloadz.train.batches import Loader
 from offloadz.train.data import Dataset, load_both
+from offloadz.train.sampling import Prompts
+from offloadz.train.templates import ChatTemplate
 
 if TYPE_CHECKING:
     from offloadz.config import Config
@@ -33,6 +35,8 @@ class Task:
     samples: Dataset
     evaluation: Dataset | None
     num_steps: int
+    prompts: Prompts | None = None
+    """What is asked between steps."""
 
 
 def read_tokenizer(config: Config) -> tuple[Any, int]:
@@ -67,7 +71,14 @@ def read_task(config: Config) -> Task:
             f"optimizer.warmup is {config.optimizer.warmup:g} steps, the run has {num_steps}; "
             "lower it or raise train.epochs"
         )
-    return Task(samples, evaluation, num_steps)
+    return Task(samples, evaluation, num_steps, _prompts(config, samples.template, vocab_size))
+
+
+def _prompts(config: Config, template: ChatTemplate | None, vocab_size: int) -> Prompts | None:
+    told = config.train
+    if not told.sample_prompts:
+        return None
+    return Prompts(told.sample_prompts, told.sample_tokens, lambda: read_tokenizer(config)[0], template, vocab_size)
 
 
 def decided(config: Config) -> Plan:

@@ -25,8 +25,8 @@ COMMANDS = ("pip install . && offloadz train examples/quickstart.toml", 'pip ins
 KEYS = {
     "model": "path init dtype keep_float32 freeze attention kernels add_tokens trust_remote_code",
     "data": "train eval eval_share format max_length on_long on_bad packing train_on chat_template shuffle",
-    "train": "output steps epochs batch_size micro_batch_size seed log_every eval_every save_every keep keep_weights "
-    "resume resume_with max_skipped trace_steps",
+    "train": "output steps epochs batch_size micro_batch_size seed log_every eval_every sample_prompts sample_every "
+    "sample_tokens save_every keep keep_weights resume resume_with max_skipped trace_steps",
     "optimizer": "name lr betas eps momentum weight_decay no_decay groups max_grad_norm schedule warmup min_lr state",
     "offload": "device parameters gradients optimizer activations swap machine device_memory host_memory slots sweeps "
     "commit checksum io threads zero_stage",
