@@ -6,8 +6,6 @@ not need, because only a real try shows that direct I/O works.
 """
 
 import resource
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -28,13 +26,14 @@ def check_command(config_path: Path | None, swap: Sequence[str], clean: bool) ->
 
     Returns 0, or 1 after naming what is not good.  With `clean` each dead run's directory is removed after a yes.
     """
-    paths = [Path(path) for path in swap]
+    paths, io = [Path(path) for path in swap], "auto"
     if config_path is not None:
         from offloadz.config import load_config
 
-        paths += [Path(path) for path in load_config(config_path).offload.swap]
+        offload = load_config(config_path).offload
+        paths, io = [*paths, *map(Path, offload.swap)], offload.io
     findings = []
-    for finding in all_findings(paths or [Path()]):
+    for finding in all_findings(paths or [Path()], io):
         print(f"{finding.state:5} {finding.name}: {finding.text}", flush=True)
         findings.append(finding)
     for path in paths or [Path()]:
@@ -44,15 +43,15 @@ def check_command(config_path: Path | None, swap: Sequence[str], clean: bool) ->
     return 1 if bad else 0
 
 
-def all_findings(paths: Sequence[Path]) -> Iterator[Finding]:
-    """The findings of this machine and of each swap path; a look that fails is a finding, never an exception."""
+def all_findings(paths: Sequence[Path], io: str = "auto") -> Iterator[Finding]:
+    """The findings of this machine and of each swap path under `offload.io`; a look that fails is a finding, never an exception."""
     looks: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
         ("native library", _native),
         ("threads", _threads),
         ("memory", _memory),
         ("GPU", _gpus),
     ]
-    looks += [(f"swap path {path}", lambda path=path: _swap_path(path)) for path in paths]  # type: ignore[misc]
+    looks += [(f"swap path {path}", lambda path=path: _swap_path(path, io)) for path in paths]  # type: ignore[misc]
     for name, look in looks:
         try:
             yield from look()
@@ -100,28 +99,36 @@ def _gpus() -> Iterator[Finding]:
         yield Finding(NOTE, f"GPU {number}", text + "; training on a GPU is not built yet, the CPU is used")
 
 
-def _swap_path(path: Path) -> Iterator[Finding]:
+def _swap_path(path: Path, io: str) -> Iterator[Finding]:
     from offloadz.memory.direct import probe_direct
     from offloadz.plan.machine import disk_free
+    from offloadz.runtime.transfer import nearest
 
-    name, place = f"swap path {path}", path.absolute()
-    while not place.exists() and place != place.parent:
-        place = place.parent
+    name, place = f"swap path {path}", nearest(path)
     if not place.is_dir():
         yield Finding(BAD, name, f"{place} is not a directory")
         return
-    # In a directory of its own: the probe's file must not meet one of the user's.
-    trial = Path(tempfile.mkdtemp(prefix=".offloadz-check-", dir=place))
-    try:
-        probe = probe_direct(trial)
-    finally:
-        shutil.rmtree(trial, ignore_errors=True)
+    probe = probe_direct(place)
+    moved_by = _moved_by(place, probe.direct, io)
     how = "direct I/O works" if probe.direct else "direct I/O is refused"
     where = "" if place == path.absolute() else f" (it does not exist yet; {place} was tried)"
-    text = f"I/O by threads (io_uring is not built yet), {how}, {_size(disk_free(place))} free{where}"
+    text = f"I/O by {moved_by}, {how}, {_size(disk_free(place))} free{where}"
     yield Finding(GOOD, name, text)
     for line in probe.lines(path):
         yield Finding(NOTE, name, line.removeprefix(name).lstrip(": "))
+
+
+def _moved_by(place: Path, direct: bool, io: str) -> str:
+    from offloadz.runtime import native
+    from offloadz.runtime.transfer import choose_transfer
+
+    try:
+        native.isa()
+    except (ImportError, ValueError):
+        return "nothing: see native library"
+    transfer = choose_transfer(place, direct, io)
+    transfer.close()
+    return transfer.name
 
 
 def _leftovers(path: Path, clean: bool) -> None:

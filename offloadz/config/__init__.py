@@ -90,7 +90,6 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
     NotBuilt("optimizer.momentum", (), "belongs to sgd, which " + _LATER, "betas, and leave momentum out"),
     NotBuilt("optimizer.state", ("bf16", "int8", "int8-sr"), _LATER, '"fp32"'),
     NotBuilt("offload.commit", ("shadow", "in_place"), _LATER, '"auto" or "hold"'),
-    NotBuilt("offload.io", ("io_uring",), _LATER, '"auto" or "threads"'),
     NotBuilt("offload.zero_stage", (1, 2, 3), "needs several ranks, which are not built yet", '"auto" or 0'),
 )
 _TRAINING_NOT_BUILT = (

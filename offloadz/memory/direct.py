@@ -10,13 +10,13 @@ from __future__ import annotations
 import errno
 import mmap
 import os
+import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
 from offloadz.memory.tier import HUGE_BYTES, PAGE_BYTES, rounded
 
 CACHE_STEP_BYTES = 32 << 20  # how much page cache a buffered transfer may hold at a time
-_PROBE_FILE = "probe.bin"
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,9 @@ def probe_direct(directory: Path) -> Probe:
 
     Raises `OSError` where not even an ordinary file can be written there (full, read-only, not allowed).
     """
-    path = directory / _PROBE_FILE
+    path = probe_path(directory)
     kind = file_system(directory)
-    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600))
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
     try:
         problem = _try_direct(path)
     except OSError as error:
@@ -64,6 +64,11 @@ def probe_direct(directory: Path) -> Probe:
     finally:
         path.unlink(missing_ok=True)
     return Probe(not problem, 0, problem, kind)
+
+
+def probe_path(directory: Path) -> Path:
+    """A name for a file of a probe that nobody else in `directory` has: it may be the user's own directory."""
+    return directory / f".offloadz-probe-{secrets.token_hex(8)}"
 
 
 def _try_direct(path: Path) -> str:

@@ -106,6 +106,11 @@ class DiskTier:
             )
         return notes
 
+    @property
+    def io_name(self) -> str:
+        """How bytes are moved and why not otherwise, for the line at the start."""
+        return self._io.name
+
     def reserve(self, area: str, name: str, nbytes: int) -> Extent:
         """Plan `nbytes` for `name` ("role/parameter or unit") in `area`; `allocate` then takes the room.
 

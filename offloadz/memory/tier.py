@@ -77,8 +77,10 @@ class Transfer(Protocol):
     `buffer` is contiguous uint8, its address and `offset` and `nbytes` multiples of 4096.  `crcs` is None (not checked)
     or a contiguous int64 tensor with one entry per started MiB of `nbytes`: a write fills it with values of 0 or more,
     a read compares with it.  Short transfers are resumed; raises `TransferFailed` or, from a read, `TransferDamaged`.
-    When a call has returned or raised, nothing of it is still under way.
+    When a call has returned or raised, nothing of it is still under way.  `name` says how bytes are moved.
     """
+
+    name: str
 
     def read(self, fd: int, buffer: torch.Tensor, nbytes: int, offset: int, crcs: torch.Tensor | None) -> None:
         """Read `nbytes` at `offset` of `fd` into the start of `buffer`."""

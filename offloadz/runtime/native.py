@@ -24,6 +24,8 @@ from offloadz.runtime.native_adam import adamw_ as adamw_
 from offloadz.runtime.native_adam import decode_moment_ as decode_moment_
 from offloadz.runtime.native_adam import encode_moment_ as encode_moment_
 from offloadz.runtime.native_adam import update_ as update_
+from offloadz.runtime.native_io import NUM_THREADS as NUM_THREADS
+from offloadz.runtime.native_io import RING_DEPTH as RING_DEPTH
 from offloadz.runtime.native_io import NativeIOError as NativeIOError
 from offloadz.runtime.native_io import TransferPool as TransferPool
 from offloadz.runtime.native_io import io_start as io_start

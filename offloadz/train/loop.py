@@ -106,7 +106,7 @@ def _train(config: Config, console: Console, signals: Signals, stack: ExitStack)
     disk = run.session.room.disk
     if disk is not None:
         how = "direct" if disk.probe.direct else "buffered, with the page cache dropped"
-        say(f"swap: {disk.path}, I/O by threads, {how}{', every piece checked' if disk.checksum else ''}")
+        say(f"swap: {disk.path}, I/O by {disk.io_name}, {how}{', every piece checked' if disk.checksum else ''}")
     training = Training(config, run, task, plan, signals, start, console)
     stack.callback(training.close)
     return training.go()
@@ -125,7 +125,7 @@ def _offloaded(config: Config, plan: Plan) -> Run:
         sweeps=plan.sweeps, micro_batch_size=plan.micro_batch_size, batch_size=config.train.batch_size,
         max_length=config.data.max_length, max_grad_norm=config.optimizer.max_grad_norm, dtype=model.dtype,
         keep_float32=model.keep_float32, freeze=model.freeze, threads=offload.threads, seed=config.train.seed,
-        checksum=offload.checksum, poison=config.debug.poison, output=config.train.output,
+        checksum=offload.checksum, io=offload.io, poison=config.debug.poison, output=config.train.output,
     )  # fmt: skip
 
 

@@ -71,7 +71,6 @@ def test_contradictions_are_refused(base: Path, overrides: list[str], words: str
         "offload.machine=laptop",
         "offload.commit=shadow",
         "offload.commit=in_place",
-        "offload.io=io_uring",
         "offload.zero_stage=1",
         "offload.zero_stage=3",
     ],

@@ -30,14 +30,14 @@ class Odd(nn.Module):
         return x
 
 
-def trained(swap: Path, tier: str = "disk", mode: str = "") -> dict[str, Any]:
+def trained(swap: Path, tier: str = "disk", mode: str = "", io: str = "threads") -> dict[str, Any]:
     """Three steps with everything on one tier; the losses and a hash of all weights and states."""
     torch.manual_seed(0)
     model, xs = Odd(), torch.randn(3, 4, 37)
     places = dict.fromkeys(("parameters", "gradients", "optimizer_state", "activations"), tier)
     places["activations"] = "host" if mode == "stuck_write" else tier  # there a parameter is to fail first
     with offloadz.offload(
-        model, offloadz.AdamW(lr=1e-2), swap=swap, dtype=torch.bfloat16, micro_batch_size=2, **places
+        model, offloadz.AdamW(lr=1e-2), swap=swap, dtype=torch.bfloat16, micro_batch_size=2, io=io, **places
     ) as run:
         if mode:
             with spoiled(mode) as count:
@@ -57,6 +57,7 @@ def trained(swap: Path, tier: str = "disk", mode: str = "") -> dict[str, Any]:
 def odd(directory: Path) -> dict[str, Any]:
     """In memory, on a good drive, on drives that write or read halves; and what a stuck one says."""
     found = {"memory": trained(directory / "m", "host"), "disk": trained(directory / "d")}
+    found["auto"] = trained(directory / "a", io="auto")
     found |= {mode: trained(directory / mode, mode=mode) for mode in ("short_write", "short_read")}
     try:
         trained(directory / "stuck", mode="stuck_write")
@@ -75,7 +76,7 @@ def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
 
 
 def test_odd_sizes_are_the_same_on_disk(found: dict[str, Any]) -> None:
-    assert same(found["disk"], found["memory"])
+    assert same(found["disk"], found["memory"]) and same(found["auto"], found["memory"])
 
 
 @pytest.mark.parametrize("mode", ["short_write", "short_read"])
