@@ -12,18 +12,21 @@ from offloadz.plan.errors import ConfigError, DamagedState, DiskFailed, DoesNotF
 
 if TYPE_CHECKING:
     from offloadz.model.offload import offload
-    from offloadz.model.optimizer import AdamW
+    from offloadz.model.optimizer import SGD, Adam, AdamW, Lion
     from offloadz.model.run import Run, token_logprobs
     from offloadz.model.weights import load
 
 __version__ = "0.1.0"
 __all__ = [
-    "AdamW", "ConfigError", "DamagedState", "DiskFailed", "DoesNotFit", "Run", "UpdateFailed", "load", "offload",
-    "token_logprobs",
+    "SGD", "Adam", "AdamW", "ConfigError", "DamagedState", "DiskFailed", "DoesNotFit", "Lion", "Run", "UpdateFailed",
+    "load", "offload", "token_logprobs",
 ]  # fmt: skip
 
 _ROOMS = {
+    "SGD": "offloadz.model.optimizer",
+    "Adam": "offloadz.model.optimizer",
     "AdamW": "offloadz.model.optimizer",
+    "Lion": "offloadz.model.optimizer",
     "Run": "offloadz.model.run",
     "load": "offloadz.model.weights",
     "offload": "offloadz.model.offload",

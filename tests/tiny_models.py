@@ -69,7 +69,7 @@ def batches(
 
 
 def whole_tensors(run: Run, what: str = "weight") -> dict[str, Tensor]:
-    """Logical tensors of a run by name; `what`: weight (the working weight in fp32), low, or a moment such as exp_avg."""
+    """Logical tensors of a run by name; `what`: weight (the working weight in fp32), low, or a moment (exp_avg)."""
     shapes = {name: param.shape for name, param in run.model.named_parameters()}
     out: dict[str, Tensor] = {}
     for view in run.session.parts():

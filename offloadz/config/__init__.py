@@ -86,9 +86,6 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
     NotBuilt("model.kernels", ("compile", "liger"), _LATER, '"auto" or "eager"'),
     NotBuilt("model.add_tokens", (), _LATER, "[], with a chat template whose tokens the tokenizer has"),
     NotBuilt("train.trace_steps", (), _LATER, "[]"),
-    NotBuilt("optimizer.name", ("lion", "sgd"), _LATER, '"adamw" or "adam"'),
-    NotBuilt("optimizer.momentum", (), "belongs to sgd, which " + _LATER, "betas, and leave momentum out"),
-    NotBuilt("optimizer.state", ("bf16", "int8", "int8-sr"), _LATER, '"fp32"'),
     NotBuilt("offload.commit", ("shadow", "in_place"), _LATER, '"auto" or "hold"'),
     NotBuilt("offload.zero_stage", (1, 2, 3), "needs several ranks, which are not built yet", '"auto" or 0'),
 )
@@ -137,7 +134,8 @@ def config_differences(old: Config, new: Config, *, every_key: bool = False) -> 
 def _finished(reading: Reading, training: bool) -> Config:
     config = Config(**{section: kind(**reading.values[section]) for section, kind in SECTIONS.items()})
     tables = NOT_BUILT + (_TRAINING_NOT_BUILT if training else ())
-    found = [*_not_built(config, tables), *_contradictions(config), *_needed(config, training)]
+    found = [*_not_built(config, tables), *_contradictions(config), *_of_other_rules(config)]
+    found += _needed(config, training)
     unread = set(reading.wrong)  # a default stands in for these: nothing can be said about them together with others
     for keys, text in found:
         if not unread.intersection(keys):
@@ -225,6 +223,19 @@ def _contradictions(config: Config) -> Iterable[_Problem]:
         if name not in RULES.get(section, {}):
             guess = nearest(key, (f"{other}.{one}" for other, keys in RULES.items() for one in keys))
             yield ("train.resume_with",), f"names the unknown key {key}" + (f"; nearest is {guess}" if guess else "")
+
+
+def _of_other_rules(config: Config) -> Iterable[_Problem]:
+    """Settings of the optimizer that its rule does not have, and a recipe that its weights do not."""
+    optimizer, default = config.optimizer, OptimizerConfig()
+    for key, names in (("betas", "adamw, adam and lion"), ("eps", "adamw and adam"), ("momentum", "sgd")):
+        value = getattr(optimizer, key)
+        if value != getattr(default, key) and optimizer.name not in names.replace(" and ", ", ").split(", "):
+            text = f'found {shown(value)}, which belongs to {names}, with name = "{optimizer.name}"; leave it out'
+            yield (f"optimizer.{key}", "optimizer.name"), text
+    if optimizer.state == "int8-sr" and config.model.dtype == "float32":
+        text = 'found "int8-sr", which rounds bf16 weights, with model.dtype = "float32"; write "int8"'
+        yield ("optimizer.state", "model.dtype"), text
 
 
 def _needed(config: Config, training: bool) -> Iterable[_Problem]:

@@ -105,10 +105,12 @@ class OptimizerConfig:
 
     name: str = _key("adamw", "text", "the rule", choices=("adamw", "adam", "lion", "sgd"))
     lr: float = _key(1e-5, "float", "learning rate at the top of the schedule", low=0)
-    betas: tuple[float, float] = _key((0.9, 0.95), "pair", "decay of the two moments", low=0, below=1)
-    eps: float = _key(1e-8, "float", "added to the root of the second moment", above=0)
-    momentum: float = _key(0.9, "float", "of sgd", low=0, below=1)
-    weight_decay: float = _key(0.0, "float", "decoupled (adamw) or added to the gradient (adam)", low=0)
+    betas: tuple[float, float] = _key(
+        (0.9, 0.95), "pair", "adamw, adam: decay of the moments; lion: of the step and of its moment", low=0, below=1
+    )
+    eps: float = _key(1e-8, "float", "adamw, adam: added to the root of the second moment", above=0)
+    momentum: float = _key(0.9, "float", "of sgd; 0 keeps nothing", low=0, below=1)
+    weight_decay: float = _key(0.0, "float", "decoupled (adamw, lion) or added to the gradient (adam, sgd)", low=0)
     no_decay: tuple[str, ...] = _key(("*norm*", "*bias*"), "texts", "name patterns without weight decay")
     groups: tuple[GroupConfig, ...] = _key((), "groups", 'such as [{match = ["*.embed*"], lr = 1e-6}]')
     max_grad_norm: float = _key(1.0, "float", "clipping of the global norm; 0: off", low=0)

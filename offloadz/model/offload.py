@@ -7,7 +7,7 @@ place.  Nothing of the size of the model is allocated outside what the plan says
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,8 @@ from offloadz.memory.swapdir import owner_name
 from offloadz.model.blocks import BlockSeat
 from offloadz.model.body import Body
 from offloadz.model.head import HeadSeat, LossHead
-from offloadz.model.optimizer import AdamW, RunOptimizer
+from offloadz.model.optimizer import KINDS as OPTIMIZERS
+from offloadz.model.optimizer import AdamW, RunOptimizer, Settings
 from offloadz.model.outline import Outline, config_of, most_common_dtype, outline
 from offloadz.model.run import RUNS, Run, SeatLike
 from offloadz.model.sources import ModuleSource, RandomSource, Source
@@ -37,12 +38,25 @@ from offloadz.plan.spec import ITEM_BYTES, ModelSpec
 from offloadz.runtime.room import Room
 from offloadz.runtime.session import Session
 from offloadz.runtime.threads import update_threads
-from offloadz.runtime.transfer import check_io, transfer_for
+from offloadz.runtime.transfer import ThreadTransfer
+
+IO_THREADS = 4
+"""Threads of the disk back end: four keep a drive's queue full with requests of 4 MiB."""
+
+
+@dataclass(frozen=True)
+class RunUpdates:
+    """What a run's updates need beside gradients."""
+
+    settings: Settings
+    threads: int
+    max_grad_norm: float
+    seed: int
 
 
 def offload(
     model: nn.Module,
-    optimizer: AdamW | None = None,
+    optimizer: Settings | None = None,
     plan: Plan | None = None,
     swap: Sequence[str | Path] | str | Path = (),
     *,
@@ -64,23 +78,21 @@ def offload(
     threads: int = 0,
     seed: int = 0,
     checksum: bool = True,
-    io: str = "auto",
     poison: bool = False,
     output: str | Path | None = None,
 ) -> Run:
     """Offload a module; returns the run that trains it.
 
-    `model`: any module with repeated blocks, with its weights or (from `offloadz.load`) on meta.  `optimizer`:
-    settings, by default torch's AdamW.  `plan`: what `offloadz.plan.search.decide` returned; by default it is made here
-    from the wishes that follow.  `swap`: directory for what is placed on disk.  `parameters`, `gradients`,
-    `optimizer_state`, `activations`: auto | device | host | disk.  `dtype`: of the working weights at rest, by default
-    the parameters' own.  `micro_batch_size`, `batch_size` in rows, `max_length` in tokens (0: unknown, grows as met).
-    `blocks`: names of the lists of blocks, where the longest list is not meant.  `output`: directory of the run, which
-    owns its swap directory.
+    `model`: any module with repeated blocks, with its weights or (from `offloadz.load`) on meta.  `optimizer`: AdamW
+    (by default, with torch's settings), Adam, Lion or SGD.  `plan`: what `offloadz.plan.search.decide` returned; by
+    default it is made here from the wishes that follow.  `swap`: directory for what is placed on disk.  `parameters`,
+    `gradients`, `optimizer_state`, `activations`: auto | device | host | disk.  `dtype`: of the working weights at
+    rest, by default the parameters' own.  `micro_batch_size`, `batch_size` in rows, `max_length` in tokens (0: unknown,
+    grows as met).  `blocks`: names of the lists of blocks, where the longest list is not meant.  `output`: directory of
+    the run, which owns its swap directory.
 
     `slots`, `sweeps`: 0 leaves them to the plan.  `max_grad_norm`: 0 is off.  `keep_float32`, `freeze`: name patterns.
-    `host_memory`: most bytes.  `threads`: of updates.  `seed`: of dropout.  `poison`: see docs.
-    `checksum`: CRC32C of every MiB on disk.  `io`: how its bytes move, auto | io_uring | threads.
+    `host_memory`: most bytes.  `threads`: of updates.  `seed`: of dropout and stochastic rounding.  `poison`: see docs.
 
     Raises ConfigError for what is not built or wrong, DoesNotFit with numbers, before a weight is read.
     """
@@ -91,8 +103,12 @@ def offload(
     stored = str(dtype).removeprefix("torch.") if dtype is not None else most_common_dtype(model)
     if stored not in ITEM_BYTES:
         raise ConfigError(f"dtype {stored} is not built; needed: one of {', '.join(ITEM_BYTES)}")
-    drawn = outline(model, stored, blocks=blocks, keep_float32=keep_float32, freeze=freeze)
-    paths = _paths(swap)
+    updates = RunUpdates(optimizer or AdamW(), update_threads(threads)[0], max_grad_norm, seed)
+    recipe = updates.settings.recipe
+    drawn = outline(model, stored, recipe, blocks=blocks, keep_float32=keep_float32, freeze=freeze)
+    paths = [Path(swap)] if isinstance(swap, str | Path) else [Path(p) for p in swap]
+    if len(paths) > 1:
+        raise ConfigError(f"swap has {len(paths)} directories; striping over several is not built, give one")
     wishes = Wishes(
         batch_size=batch_size or max(1, micro_batch_size) * max(1, sweeps), max_length=max_length or 512,
         micro_batch_size=micro_batch_size, sweeps=sweeps, slots=slots, parameters=parameters, gradients=gradients,
@@ -101,22 +117,10 @@ def offload(
         random=isinstance(source_of(model), RandomSource), score_copies=_score_copies(model),
     )  # fmt: skip
     plan = _settled(plan, drawn.spec, wishes)
-    settings = optimizer or AdamW()
     source = source_of(model) or ModuleSource(model)
-    room = _furnish(drawn.spec, plan, paths, checksum, io, output)
+    room = _furnish(drawn.spec, plan, paths, checksum, output)
     session = Session(room, poison=poison, seed=seed)
-    stage = Stage(session, model, seed)
-    seats: list[SeatLike] = []
-    try:
-        for index, module in enumerate(drawn.modules):
-            seats.append(_seat(stage, index, module, drawn))  # refuses what is not built before a weight is read
-        fill(session, source)
-        run = _assemble(model, drawn, plan, stage, seats, settings, update_threads(threads)[0], max_grad_norm)
-    except BaseException:
-        for seat in seats:
-            seat.body.stand_out()
-        session.close()
-        raise
+    run = _stand_in(model, drawn, plan, Stage(session, model, seed), source, updates)
     run.stage.micro_rows = micro_batch_size or (plan.micro_batch_size if batch_size else 0)
     run.sweeps = sweeps or (plan.sweeps if batch_size else 1)
     return run
@@ -129,23 +133,19 @@ def _check_arguments(model: nn.Module, tiers: dict[str, str], optimizer: Any, ho
     for kind, tier in tiers.items():
         if tier not in ("auto", *TIERS):
             raise ConfigError(f"{kind} = {tier!r}; needed: auto, {', '.join(TIERS)}")
-    if optimizer is not None and not isinstance(optimizer, AdamW):
-        raise ConfigError(f"optimizer is a {type(optimizer).__name__}; needed: offloadz.AdamW(lr=..., ...)")
+    if optimizer is not None and not isinstance(optimizer, Settings):
+        kinds = ", ".join(f"offloadz.{kind.__name__}" for kind in OPTIMIZERS.values())
+        raise ConfigError(f"optimizer is a {type(optimizer).__name__}; needed: one of {kinds}, such as AdamW(lr=...)")
     if host_memory is not None and not isinstance(host_memory, int):
         raise ConfigError(f"host_memory = {host_memory!r}; needed: a whole number of bytes, such as 48 << 30")
-
-
-def _paths(swap: Sequence[str | Path] | str | Path) -> list[Path]:
-    paths = [Path(swap)] if isinstance(swap, str | Path) else [Path(p) for p in swap]
-    if len(paths) > 1:
-        raise ConfigError(f"swap has {len(paths)} directories; striping over several is not built, give one")
-    return paths
 
 
 def _settled(plan: Plan | None, spec: ModelSpec, wishes: Wishes) -> Plan:
     """The plan that is given, if it agrees with the wishes beside it, or the one that the wishes lead to."""
     if plan is not None:
         _check_agrees(plan, wishes)
+        if plan.recipe != spec.recipe.state:
+            raise ConfigError(f"offload: state = {spec.recipe.state!r} beside a plan that says {plan.recipe!r}")
     plan = plan or decide(spec, probe_machine(), wishes)
     if not plan.fits:
         raise DoesNotFit(plan.refusal())
@@ -167,14 +167,13 @@ def _score_copies(model: nn.Module) -> int:
     return score_copies(getattr(config, "_attn_implementation", None) or "sdpa", told) if told else 0
 
 
-def _furnish(spec: ModelSpec, plan: Plan, paths: list[Path], checksum: bool, io: str, output: Any) -> Room:
+def _furnish(spec: ModelSpec, plan: Plan, paths: list[Path], checksum: bool, output: Any) -> Room:
     """The room of a plan, its buffers made and its extents reserved."""
-    check_io(io)
     placement = replace(plan.placement, storage=spec.dtype, accumulate=plan.sweeps > 1)
     on_disk = "disk" in (placement.parameters, placement.gradients, placement.optimizer, placement.activations)
     if on_disk and not paths:
         raise ConfigError("something is placed on disk and swap is empty; name a directory in offload.swap")
-    disk = _drive(paths[0], checksum, io, output) if on_disk else None
+    disk = _drive(paths[0], checksum, output) if on_disk else None
     room = Room(spec, placement, disk)
     try:
         room.build(plan.batch.tokens_per_micro * spec.hidden_size * ITEM_BYTES[placement.compute])
@@ -184,12 +183,27 @@ def _furnish(spec: ModelSpec, plan: Plan, paths: list[Path], checksum: bool, io:
     return room
 
 
-def _drive(path: Path, checksum: bool, io: str, output: Any) -> DiskTier:
-    transfer = transfer_for(path, io)
+def _drive(path: Path, checksum: bool, output: Any) -> DiskTier:
+    io = ThreadTransfer(IO_THREADS)
     try:
-        return DiskTier(path, transfer, checksum=checksum, owner=owner_name(output))
+        return DiskTier(path, io, checksum=checksum, owner=owner_name(output))
     except BaseException:
-        transfer.close()
+        io.close()
+        raise
+
+
+def _stand_in(model: nn.Module, drawn: Outline, plan: Plan, stage: Stage, source: Source, updates: RunUpdates) -> Run:
+    """Stand-ins where the blocks were and weights at home; all is put back where that fails."""
+    seats: list[SeatLike] = []
+    try:
+        for index, module in enumerate(drawn.modules):
+            seats.append(_seat(stage, index, module, drawn))  # refuses what is not built before a weight is read
+        fill(stage.session, source)
+        return _assemble(model, drawn, plan, stage, seats, updates)
+    except BaseException:
+        for seat in seats:
+            seat.body.stand_out()
+        stage.session.close()
         raise
 
 
@@ -220,9 +234,7 @@ def _assemble(
     plan: Plan,
     stage: Stage,
     seats: list[SeatLike],
-    settings: AdamW,
-    threads: int,
-    max_grad_norm: float,
+    updates: RunUpdates,
 ) -> Run:
     """The weights let go of, the loss head over the stand-ins, and the run around all."""
     _to_meta(seats, {m.name for u in drawn.spec.units for s in u.sections if s.trainable for m in s.members})
@@ -234,11 +246,13 @@ def _assemble(
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     stage.still = {n: p for n, p in model.named_parameters() if not p.requires_grad}
     run_box: list[Run] = []
-    optimizer = RunOptimizer(settings, named, lambda: run_box[0]._take())
+    optimizer = RunOptimizer(updates.settings, named, lambda: run_box[0]._take(), updates.seed)
     run = Run(
-        model, stage, stage.session, seats, optimizer, loss_head, plan, max_grad_norm=max_grad_norm, threads=threads
-    )
+        model, stage, stage.session, seats, optimizer, loss_head, plan,
+        max_grad_norm=updates.max_grad_norm, threads=updates.threads,
+    )  # fmt: skip
     run_box.append(run)
+    optimizer.run = run
     RUNS[id(model)] = stage.run = run
     return run
 

@@ -1,8 +1,8 @@
-"""AdamW as a user sees it: settings to begin with, and a `torch.optim.Optimizer` whose steps a run takes.
+"""Optimizers as a user sees them: settings to begin with, and a `torch.optim.Optimizer` whose steps a run takes.
 
-`AdamW` is what one passes to `offload`; `RunOptimizer` is what `run.optimizer` is: groups as torch has them, so that
-torch's schedulers and a user's own loop can change rates, over parameters that hold no weights.  The arithmetic is
-`runtime/native.py`'s.
+`AdamW`, `Adam`, `Lion` and `SGD` are what one passes to `offload`; `RunOptimizer` is what `run.optimizer` is: groups as
+torch has them, so that torch's schedulers and a user's own loop can change rates, over parameters that hold no weights.
+The arithmetic is `runtime/native.py`'s, the storage `plan/recipes.py`'s, state in torch's form `torch_state.py`'s.
 """
 
 from __future__ import annotations
@@ -13,22 +13,74 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import Any
+from hashlib import blake2b
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from offloadz.plan.errors import ConfigError
+from offloadz.plan.recipes import STATES, Recipe, recipe_of
 
 log = logging.getLogger("offloadz")
 
 
+class Settings:
+    """What all optimizers have: fields are checked once, and name a recipe."""
+
+    name: ClassVar[str]
+    keys: ClassVar[tuple[str, ...]]
+    """What a parameter group holds."""
+    apart: ClassVar[tuple[str, ...]] = ()
+    """Those of them that a group of settings may not change."""
+
+    lr: float
+    weight_decay: float
+    no_decay: Sequence[str]
+    groups: Sequence[Mapping[str, Any]]
+    state: str
+
+    def __post_init__(self) -> None:
+        kind = type(self).__name__
+        if self.state not in STATES:
+            raise ConfigError(f"{kind}: state = {self.state!r}; needed: one of {', '.join(STATES)}")
+        for key in self.keys:
+            if not _sound(key, getattr(self, key)):
+                raise ConfigError(
+                    f"{kind}: {key} = {getattr(self, key)}; needed: 0 or more (betas: two numbers from 0 to below 1)"
+                )
+        free = [key for key in self.keys if key not in self.apart]
+        for group in self.groups:
+            strange = sorted(set(group) - {"match", *free})
+            if strange or "match" not in group:
+                raise ConfigError(
+                    f"{kind}: a group has {', '.join(strange) or 'no match'}; "
+                    f"needed: match and any of {', '.join(free)}"
+                )
+
+    @property
+    def decouples(self) -> bool:
+        """Whether the decay acts on the weight, not through the gradient."""
+        return True
+
+    @property
+    def recipe(self) -> Recipe:
+        return recipe_of(self.name, self.state, getattr(self, "momentum", 0.0))
+
+
+def _sound(key: str, value: Any) -> bool:
+    if key == "betas":
+        return len(value) == 2 and all(0 <= b < 1 for b in value)
+    return bool(value >= 0) and (key != "momentum" or value < 1)
+
+
 @dataclass(frozen=True)
-class AdamW:
+class AdamW(Settings):
     """Settings of AdamW (Loshchilov and Hutter 2019); `decoupled=False` is Adam with L2 decay in the gradient.
 
     Defaults are torch's.  `no_decay`: name patterns whose weight decay is 0.  `groups`: mappings with `match` (name
-    patterns) and any of `lr`, `weight_decay`, `betas`, `eps`; the first that matches wins.
+    patterns) and any of `lr`, `weight_decay`, `betas`, `eps`; the first that matches wins.  `state`: how the state is
+    stored, fp32 | bf16 | int8 | int8-sr (see docs/optimizer.md).
     """
 
     lr: float = 1e-3
@@ -38,37 +90,83 @@ class AdamW:
     no_decay: Sequence[str] = ()
     groups: Sequence[Mapping[str, Any]] = field(default_factory=tuple)
     decoupled: bool = True
+    state: str = "fp32"
 
-    def __post_init__(self) -> None:
-        bounds = {"lr": self.lr >= 0, "eps": self.eps >= 0, "weight_decay": self.weight_decay >= 0}
-        bounds["betas"] = len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas)
-        for name, held in bounds.items():
-            if not held:
-                raise ConfigError(
-                    f"AdamW: {name} = {getattr(self, name)}; needed: 0 or more (betas: two numbers from 0 to below 1)"
-                )
-        for group in self.groups:
-            strange = sorted(set(group) - {"match", *GROUP_KEYS})
-            if strange or "match" not in group:
-                raise ConfigError(
-                    f"AdamW: a group has {', '.join(strange) or 'no match'}; "
-                    f"needed: match and any of {', '.join(GROUP_KEYS)}"
-                )
+    name: ClassVar[str] = "adamw"
+    keys: ClassVar[tuple[str, ...]] = ("lr", "betas", "eps", "weight_decay")
+
+    @property
+    def decouples(self) -> bool:
+        return self.decoupled
 
 
-GROUP_KEYS = ("lr", "betas", "eps", "weight_decay")
+@dataclass(frozen=True)
+class Adam(AdamW):
+    """Settings of Adam (Kingma and Ba 2015), whose decay is added to the gradient; otherwise as `AdamW`."""
+
+    weight_decay: float = 0.0
+    decoupled: bool = False
+
+    name: ClassVar[str] = "adam"
 
 
-def param_groups(settings: AdamW, named: Sequence[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
+@dataclass(frozen=True)
+class Lion(Settings):
+    """Settings of Lion (Chen and others 2023, algorithm 2): one moment, steps of equal size, decoupled decay.
+
+    A good `lr` is three to ten times smaller than AdamW's, with a larger decay.  Other fields as in `AdamW`.
+    """
+
+    lr: float = 1e-4
+    betas: tuple[float, float] = (0.9, 0.99)
+    weight_decay: float = 0.0
+    no_decay: Sequence[str] = ()
+    groups: Sequence[Mapping[str, Any]] = field(default_factory=tuple)
+    state: str = "fp32"
+
+    name: ClassVar[str] = "lion"
+    keys: ClassVar[tuple[str, ...]] = ("lr", "betas", "weight_decay")
+
+
+@dataclass(frozen=True)
+class SGD(Settings):
+    """Settings of stochastic gradient descent as torch has it: decay in the gradient, momentum without dampening.
+
+    Without momentum nothing is kept but the low half of bf16 weights.  Other fields as in `AdamW`.
+    """
+
+    lr: float = 1e-3
+    momentum: float = 0.0
+    weight_decay: float = 0.0
+    no_decay: Sequence[str] = ()
+    groups: Sequence[Mapping[str, Any]] = field(default_factory=tuple)
+    state: str = "fp32"
+
+    name: ClassVar[str] = "sgd"
+    keys: ClassVar[tuple[str, ...]] = ("lr", "momentum", "weight_decay")
+    apart: ClassVar[tuple[str, ...]] = ("momentum",)
+
+    @property
+    def decouples(self) -> bool:
+        return False
+
+
+KINDS = {kind.name: kind for kind in (AdamW, Adam, Lion, SGD)}
+"""`optimizer.name` to its settings."""
+
+
+def param_groups(settings: Settings, named: Sequence[tuple[str, nn.Parameter]]) -> list[dict[str, Any]]:
     """Torch's parameter groups: one per (matching group, decays or not) that has parameters, each with its names."""
     buckets: dict[tuple[int, bool], dict[str, Any]] = {}
     for name, param in named:
         index = next((i for i, g in enumerate(settings.groups) if _matches(name, g["match"])), -1)
         own = (
-            {} if index < 0 else {k: v for k, v in settings.groups[index].items() if k in GROUP_KEYS and v is not None}
+            {}
+            if index < 0
+            else {k: v for k, v in settings.groups[index].items() if k in settings.keys and v is not None}
         )
         bare = _matches(name, settings.no_decay) and "weight_decay" not in own
-        group = {k: getattr(settings, k) for k in GROUP_KEYS} | own | ({"weight_decay": 0.0} if bare else {})
+        group = {k: getattr(settings, k) for k in settings.keys} | own | ({"weight_decay": 0.0} if bare else {})
         bucket = buckets.setdefault((index, bare), {**group, "params": [], "names": []})
         bucket["params"].append(param)
         bucket["names"].append(name)
@@ -85,14 +183,29 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-class RunOptimizer(torch.optim.Optimizer):
-    """Torch's interface over a run: groups, schedulers; `run.update` is what calls `step`."""
+def seed_of(seed: int, name: str) -> int:
+    """What stochastic rounding of a parameter is drawn from: the run's seed and the name, 63 bits."""
+    return int.from_bytes(blake2b(f"{seed}/{name}".encode(), digest_size=8).digest(), "little") >> 1
 
-    def __init__(self, settings: AdamW, named: Sequence[tuple[str, nn.Parameter]], take: Callable[[], None]) -> None:
+
+class RunOptimizer(torch.optim.Optimizer):
+    """Torch's interface over a run: groups, schedulers, state; `run.update` is what calls `step`."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        named: Sequence[tuple[str, nn.Parameter]],
+        take: Callable[[], None],
+        seed: int = 0,
+    ) -> None:
         self._take = take
-        self.decoupled = settings.decoupled
+        self.keys = settings.keys
+        self.recipe, self.decoupled = settings.recipe, settings.decouples
         self.in_update = False
-        super().__init__(param_groups(settings, named), {k: getattr(settings, k) for k in GROUP_KEYS})
+        self.run: Any = None
+        """The run whose optimizer this is; set once it stands."""
+        self._seeds = {name: seed_of(seed, name) for name, _ in named}
+        super().__init__(param_groups(settings, named), {k: getattr(settings, k) for k in settings.keys})
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Called by `run.update` (torch's schedulers count it)."""
@@ -106,26 +219,46 @@ class RunOptimizer(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Nothing to do: gradients of a step are gone once it is decided."""
 
+    def state_dict(self) -> dict[str, Any]:
+        """Moments as whole fp32 tensors in torch's form, under every recipe and placement: 4 bytes a parameter and
+        moment (8 for AdamW), all in memory at once.  Raises DoesNotFit with both figures; a checkpoint streams."""
+        from offloadz.model.torch_state import state_dict
+
+        return state_dict(self.run)
+
+    def load_state_dict(self, told: Mapping[str, Any]) -> None:  # type: ignore[override]
+        """Go on from a state in torch's form, such as a plain torch AdamW's with the parameters in the same order."""
+        from offloadz.model.torch_state import load_state_dict
+
+        load_state_dict(self.run, told)
+
     def settings(
         self, steps: Mapping[str, int], grad_scale: float, threads: int
     ) -> dict[str, tuple[dict[str, Any], ...]]:
         """What each parameter's next update is called with, by name: copied now, so that a schedule may move on."""
         out: dict[str, tuple[dict[str, Any], ...]] = {}
         for group in self.param_groups:
-            _check_group(group)
+            _check_group(group, self.recipe)
+            beta1, beta2 = group.get("betas", (0.0, 0.0))
             shared = {
-                "lr": float(group["lr"]), "beta1": float(group["betas"][0]), "beta2": float(group["betas"][1]),
-                "eps": float(group["eps"]), "weight_decay": float(group["weight_decay"]),
-                "grad_scale": grad_scale, "decoupled": self.decoupled, "threads": threads,
+                "rule": self.recipe.rule, "lr": float(group["lr"]), "beta1": float(beta1), "beta2": float(beta2),
+                "eps": float(group.get("eps", 0.0)), "weight_decay": float(group["weight_decay"]),
+                "momentum": float(group.get("momentum", 0.0)), "grad_scale": grad_scale, "decoupled": self.decoupled,
+                "threads": threads,
             }  # fmt: skip
             for name in group["names"]:
-                out[name] = ({**shared, "step": steps.get(name, 0) + 1},)
+                out[name] = ({**shared, "step": steps.get(name, 0) + 1, "seed": self._seeds[name]},)
         return out
 
 
-def _check_group(group: Mapping[str, Any]) -> None:
+def _check_group(group: Mapping[str, Any], recipe: Recipe) -> None:
     """What a schedule or a caller wrote into a group, looked at before a step is decided by it."""
-    numbers = {"lr": group["lr"], "eps": group["eps"], "weight_decay": group["weight_decay"]}
+    numbers = {key: group[key] for key in ("lr", "eps", "weight_decay", "momentum") if key in group}
     for name, number in numbers.items():
         if not (math.isfinite(float(number)) and float(number) >= 0):
             raise ConfigError(f"run.optimizer: {name} = {number} in a parameter group; needed: a number of 0 or more")
+    if "momentum" in group and (float(group["momentum"]) > 0) != recipe.momentum:
+        raise ConfigError(
+            f"run.optimizer: momentum = {group['momentum']} in a parameter group; a run begun "
+            f"{'with' if recipe.momentum else 'without'} momentum stays so"
+        )

@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 
 from offloadz.plan.errors import ConfigError
+from offloadz.plan.recipes import EXACT, Recipe
 from offloadz.plan.shapes import ParamInfo, TableInfo, make_spec
 from offloadz.plan.spec import ModelSpec, Seat
 
@@ -33,12 +34,13 @@ class Outline:
 def outline(
     model: nn.Module,
     dtype: str,
+    recipe: Recipe = EXACT,
     *,
     blocks: Sequence[str] = (),
     keep_float32: Sequence[str] = (),
     freeze: Sequence[str] = (),
 ) -> Outline:
-    """The outline of a model whose working weights are stored in `dtype`.
+    """The outline of a model whose working weights are stored in `dtype`, the optimizer's state by `recipe`.
 
     `blocks`: names of the lists whose entries are the blocks; empty: the longest.  Raises ConfigError naming what is
     not built: a model without repeated blocks, parameters shared between blocks or around them, encoder-decoders.
@@ -73,7 +75,7 @@ def outline(
         freeze=freeze,
         config=config_of(model),
     )
-    spec = _with_twins(spec, twins)
+    spec = _with_twins(spec, twins).with_recipe(recipe)
     by_name = dict(model.named_modules())
     places = {(id(m), a): names[id(p)] for m in model.modules() for a, p in m._parameters.items() if p is not None}
     return Outline(spec, tuple(by_name[s.name] for s in spec.seats), places)

@@ -1,10 +1,10 @@
 """The whole training state of a run as a directory of logical tensors by name, to be put back into any placement.
 
-It holds fp32 masters, moments in fp32 whatever the recipe stores them in, frozen weights in their own dtype, buffers, and in `manifest.json` everything else
-that is needed to go on as if nothing had happened.  When to save, which directories to keep and what `extra` means is
-left to `train/`; files and directories to `files.py` and `aside.py`.  The trade-off: masters are written in fp32 though
-the run holds them as two halves: 12 bytes a parameter either way, but these can be read by any placement and any
-reader of safetensors.
+It holds fp32 masters, moments in fp32 whatever the recipe stores them in, frozen weights in their own dtype, buffers,
+and in `manifest.json` everything else that is needed to go on as if nothing had happened.  When to save, which
+directories to keep and what `extra` means is left to `train/`; files and directories to `files.py` and `aside.py`.  The
+trade-off: masters are written in fp32 though the run holds them as two halves: 12 bytes a parameter either way, but
+these can be read by any placement and any reader of safetensors.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from offloadz.plan.machine import Machine
 from offloadz.plan.ops import LANES, Op, Program
 from offloadz.plan.passes import compiled
 from offloadz.plan.placement import Placement
+from offloadz.plan.recipes import EXACT
 from offloadz.plan.spec import ITEM_BYTES, ModelSpec
 from offloadz.plan.steps import Backward, Finish, Forward, Phase, Turn, build
 from offloadz.plan.timeline import Timeline, from_virtual
@@ -66,13 +67,15 @@ class Costs:
     def __init__(self, spec: ModelSpec, placement: Placement, batch: Batch, machine: Machine) -> None:
         self.spec, self.placement, self.batch, self.rates = spec, placement, batch, machine.rates
         self.saved_bytes = saved_bytes(spec, placement, batch)
+        recipe = spec.recipe  # the rate is that of fp32 AdamW; an update is as fast as its bytes
+        self.update_cost = recipe.moved_bytes(placement.storage) / EXACT.moved_bytes(placement.storage)
         self.widening = 1 + (ITEM_BYTES[placement.compute] / ITEM_BYTES[placement.storage] if placement.widens else 1)
 
     def __call__(self, op: Op) -> float:
         if op.lane == "device":
             return self.device_s(op)
         if op.lane == "cpu":
-            return op.nbytes / self.rates["cpu"]
+            return op.nbytes * self.update_cost / self.rates["cpu"]
         return self.nbytes(op) * (self.widening / 2 if op.verb == "fetch.w" else 1.0) / self.rates[op.lane]
 
     def nbytes(self, op: Op) -> int:

@@ -10,7 +10,8 @@ would follow outliers more closely, larger ones would lose the small values besi
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from offloadz.plan.errors import ConfigError
 
@@ -18,10 +19,7 @@ BLOCK_ELEMENTS = 256
 """Elements that share one scale, counted from the start of a parameter's run inside a part; the kernels' `BLOCK`."""
 
 STATES = {"fp32": 4, "bf16": 2, "int8": 1, "int8-sr": 1}
-"""Bytes of one stored moment of one element, per format."""
-
-CHEAPER = ("bf16", "int8", "int8-sr")
-"""Formats in the order of fewer bytes and more rounding."""
+"""Bytes of one stored moment of one element, per format; in the order of fewer bytes and more rounding."""
 
 RULES: dict[str, tuple[str, ...]] = {
     "adam": ("exp_avg", "exp_avg_sq"),
@@ -118,3 +116,11 @@ def check_recipe(recipe: Recipe, dtype: str) -> None:
 def num_blocks(num_elements: int) -> int:
     """Scales of a run of elements."""
     return -(-num_elements // BLOCK_ELEMENTS)
+
+
+def cheaper(recipe: Recipe, dtype: str) -> Iterator[Recipe]:
+    """Formats that keep less of the same rule, the mildest first."""
+    for state in STATES:
+        other = replace(recipe, state=state)
+        if other.resting_bytes(dtype) < recipe.resting_bytes(dtype) and (other.keeps_master or dtype == "bfloat16"):
+            yield other

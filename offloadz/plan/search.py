@@ -13,15 +13,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from offloadz.plan.change import TO_DISK, Asked, smallest_change
+from offloadz.plan.change import human as human
 from offloadz.plan.errors import ConfigError
 from offloadz.plan.footprint import BASELINE_BYTES, Batch, Footprint, computation, footprint
 from offloadz.plan.machine import Machine
 from offloadz.plan.placement import KINDS, Placement
 from offloadz.plan.predict import Prediction, hiding_tokens, predict
+from offloadz.plan.recipes import Recipe
 from offloadz.plan.spec import ModelSpec
-
-TO_DISK = ("optimizer", "gradients", "parameters", "activations")
-"""The order in which kinds leave memory."""
 
 MEMORY_SHARE = 0.9
 """Of what is available, left alone for whatever else the box does; a limit that a user sets is used whole."""
@@ -95,6 +95,9 @@ class Plan:
     rates_source: str = ""
     commit: str = "hold"
     recipe: str = "fp32"
+    """Format of the optimizer's state."""
+    recipe_told: str = ""
+    """The same in words, with the bytes a parameter."""
     drive_life_steps: int | None = None
     """None: the endurance of the drive is not known."""
 
@@ -145,6 +148,7 @@ class _Candidate:
     placement: Placement
     batch: Batch
     footprint: Footprint
+    recipe: Recipe
 
 
 def decide(spec: ModelSpec, machine: Machine, wishes: Wishes) -> Plan:
@@ -157,8 +161,21 @@ def decide(spec: ModelSpec, machine: Machine, wishes: Wishes) -> Plan:
     chosen, shortage = _first_that_fits(spec, machine, wishes, limits)
     plan = _describe(chosen, machine, wishes, limits, shortage)
     if shortage:
-        return replace(plan, smallest_change=smallest_change(spec, machine, wishes, chosen))
+
+        def fits(spec: ModelSpec, wishes: Wishes) -> bool:
+            return not _first_that_fits(spec, machine, wishes, _limits(machine, wishes))[1]
+
+        change = smallest_change(Asked(spec, wishes), chosen.footprint.peak, fits)
+        return replace(plan, smallest_change=change or needed(chosen.footprint.peak, wishes))
     return _timed(plan, spec, machine)
+
+
+def needed(peak: dict[str, int], wishes: Wishes) -> str:
+    """In words what a machine would need to have."""
+    share = MEMORY_SHARE if wishes.host_memory is None else 1.0
+    disk = f", {human(peak['disk'], up=True)} under offload.swap" if peak["disk"] else ""
+    room = f"{human(peak['checkpoint'], up=True)} under train.output"
+    return f"a machine with {human(int(peak['host'] / share), up=True)} of free host memory{disk} and {room}"
 
 
 def _timed(plan: Plan, spec: ModelSpec, machine: Machine) -> Plan:
@@ -285,7 +302,7 @@ def _sized(
             rows -= 1
         rows = -(-whole.rows_per_sweep // -(-whole.rows_per_sweep // rows))  # equal micro-batches, as many
     batch = replace(whole, micro_rows=rows)
-    return _Candidate(placement, batch, _footprint(spec, placement, batch, wishes))
+    return _Candidate(placement, batch, _footprint(spec, placement, batch, wishes), spec.recipe)
 
 
 def _reasonable(
@@ -322,6 +339,8 @@ def _describe(
         shortage=shortage,
         reasons=tuple(_reasons(chosen, wishes, limits)),
         rates_source=machine.rates_source,
+        recipe=chosen.recipe.state,
+        recipe_told=chosen.recipe.told(chosen.placement.storage),
     )
 
 
@@ -346,53 +365,3 @@ def _reasons(chosen: _Candidate, wishes: Wishes, limits: dict[str, int | None]) 
         else "fewer do not fit"
     )
     yield f"sweeps {chosen.batch.sweeps}: {sweeps}"
-
-
-def smallest_change(spec: ModelSpec, machine: Machine, wishes: Wishes, chosen: _Candidate) -> str:
-    """The first change of one field that fits, the mildest first; else of two fields; else what would be needed."""
-    changes = list(_changes(wishes, chosen))
-    pairs = [
-        (f"{a} and {b}", lambda w, f=f, g=g: g(f(w))) for i, (a, f) in enumerate(changes) for b, g in changes[i + 1 :]
-    ]
-    for text, change in [*changes, *pairs]:
-        other = change(wishes)
-        if not _first_that_fits(spec, machine, other, _limits(machine, other))[1]:
-            return text
-    need = chosen.footprint.peak
-    share = MEMORY_SHARE if wishes.host_memory is None else 1.0
-    disk = f", {human(need['disk'], up=True)} under offload.swap" if need["disk"] else ""
-    room = f"{human(need['checkpoint'], up=True)} under train.output"
-    return f"a machine with {human(int(need['host'] / share), up=True)} of free host memory{disk} and {room}"
-
-
-def _changes(wishes: Wishes, chosen: _Candidate) -> Iterator[tuple[str, Any]]:
-    """(what to write, what it does to the wishes), the mildest first."""
-    if not wishes.swap:
-        yield "name a directory on a drive in offload.swap", lambda w: replace(w, swap=True)
-    for kind in TO_DISK:
-        if getattr(wishes, kind) not in ("auto", "disk"):
-            yield f'offload.{kind} = "disk"', lambda w, kind=kind: replace(w, swap=True, **{kind: "disk"})
-    if wishes.slots > 1:
-        yield "offload.slots = 1", lambda w: replace(w, slots=1)
-    if wishes.micro_batch_size > 1:
-        yield "train.micro_batch_size = 1", lambda w: replace(w, micro_batch_size=1)
-    if 0 < wishes.sweeps < wishes.batch_size:
-        yield f"offload.sweeps = {wishes.batch_size}", lambda w: replace(w, sweeps=w.batch_size)
-    if wishes.keep > 1:
-        yield "train.keep = 1", lambda w: replace(w, keep=1)
-    if wishes.host_memory is not None:
-        need = human(chosen.footprint.peak["host"], up=True)
-        yield f'offload.host_memory = "{need}"', lambda w: replace(w, host_memory=chosen.footprint.peak["host"])
-    length = wishes.max_length // 2
-    while length >= 64:
-        yield f"data.max_length = {length}", lambda w, length=length: replace(w, max_length=length)
-        length //= 2
-
-
-def human(nbytes: int, up: bool = False) -> str:
-    """Bytes for people, in a unit that the configuration takes back; `up` rounds so that it never says too little."""
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20)):
-        if nbytes >= size:
-            tenths = -(-nbytes * 10 // size) if up else round(nbytes * 10 / size)
-            return f"{tenths / 10:.1f}{unit}"
-    return f"{nbytes}B"

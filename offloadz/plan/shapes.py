@@ -246,4 +246,7 @@ def _number(seats: dict[str, tuple[str, list[Unit]]], dtype: str, sizes: dict[st
                 numbers[unit.name] = len(units)
                 units.append(unit)
         out.append(Seat(name, kind, tuple(numbers[u.name] for u in used)))
-    return ModelSpec(tuple(units), tuple(out), dtype, **sizes)
+    return ModelSpec(
+        tuple(units), tuple(out), dtype, sizes["hidden_size"], sizes["intermediate_size"], sizes["vocab_size"],
+        sizes["num_heads"],
+    )  # fmt: skip

@@ -18,6 +18,7 @@ from offloadz.plan.errors import ConfigError
 from offloadz.plan.footprint import reading, score_copies
 from offloadz.plan.headers import find_directory, model_spec, read_config
 from offloadz.plan.machine import Machine, disk_free, probe_machine
+from offloadz.plan.recipes import recipe_of
 from offloadz.plan.search import Plan, Wishes, decide
 from offloadz.plan.spec import ModelSpec
 
@@ -47,6 +48,8 @@ def question(config: Config, machine_name: str | None = None, sets: Sequence[str
     """
     model = config.model
     spec = model_spec(model.path, model.dtype, init=model.init, keep_float32=model.keep_float32, freeze=model.freeze)
+    told = config.optimizer
+    spec = spec.with_recipe(recipe_of(told.name, told.state, told.momentum))
     directory = find_directory(model.path)
     wishes = wishes_of(config, read_config(directory))
     wishes = replace(wishes, reading_bytes=_reading_bytes(config, directory), random=model.init == "random")

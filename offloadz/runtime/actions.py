@@ -156,9 +156,22 @@ def update(room: Room, op: Op) -> None:
     weight = typed(room.buffer(stored), 0, part.num_elements, DTYPES[part.dtype])
     slope = typed(room.buffer(grad), 0, part.num_elements, DTYPES[part.dtype])
     for span in spans(unit, part):
-        at, held_by = span.part_slice, state.of(span)
+        at, kept = span.part_slice, state.of(span)
         for settings in room.due.get(span.member.name, ()):
-            native.adamw_(weight[at], held_by.low, *held_by.moments, slope[at], **settings)
+            native.update_(
+                weight=weight[at],
+                low=kept.low,
+                moments=kept.moments,
+                scales=kept.scales,
+                grad=slope[at],
+                first_element=span.first_element,
+                **settings,
+            )
+
+
+def flip(room: Room, op: Op) -> None:
+    """What the step has written becomes the valid state on disk."""
+    room.flip()
 
 
 ACTIONS: dict[str, Callable[[Room, Op], None]] = {
@@ -180,5 +193,6 @@ ACTIONS: dict[str, Callable[[Room, Op], None]] = {
     "drain.g": drain_g,
     "save.x": save_x,
     "update": update,
+    "flip": flip,
 }
 """Every verb of a worker lane."""

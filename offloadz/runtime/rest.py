@@ -92,30 +92,36 @@ def _visit(room: Room, index: int, k: int, part: Part, write: bool) -> Iterator[
 
 
 def _decoded(unit: Unit, part: Part, stored: StateViews) -> list[Tensor]:
-    """The moments in fp32: themselves where they are stored so, else a copy."""
+    """The moments in fp32: themselves where they are stored so, else copies."""
     if part.recipe.code_bytes == 4:
         return list(stored.moments)
+    if part.recipe.code_bytes == 2:
+        return [moment.float() for moment in stored.moments]
     wide = [torch.empty(part.num_elements, dtype=torch.float32) for _ in stored.moments]
-    for span in spans(unit, part):
-        held = stored.of(span)
-        for i, (codes, scales) in enumerate(zip(held.moments, held.scales, strict=True)):
-            native.decode_moment_(wide[i][span.part_slice], codes, scales, second=is_second(part, i))
+    for values, codes, scales, second in _codes(unit, part, stored, wide):
+        native.decode_moment_(values, codes, scales, second)
     return wide
 
 
 def _encode(unit: Unit, part: Part, stored: StateViews, moments: list[Tensor]) -> None:
     """Fp32 moments back into the format they are stored in; what was not changed gets the bits it had."""
-    if part.recipe.code_bytes == 4:
-        return
+    if part.recipe.code_bytes == 2:
+        for moment, values in zip(stored.moments, moments, strict=True):
+            native.narrow_(moment, values)
+    elif part.recipe.code_bytes == 1:
+        for values, codes, scales, second in _codes(unit, part, stored, moments):
+            native.encode_moment_(codes, scales, values, second)
+
+
+def _codes(
+    unit: Unit, part: Part, stored: StateViews, wide: list[Tensor]
+) -> Iterator[tuple[Tensor, Tensor, Tensor, bool]]:
+    """(fp32 values, codes, scales, whether it is a mean of squares) of each span and moment."""
     for span in spans(unit, part):
         held = stored.of(span)
-        for i, (codes, scales) in enumerate(zip(held.moments, held.scales, strict=True)):
-            native.encode_moment_(codes, scales, moments[i][span.part_slice], second=is_second(part, i))
-
-
-def is_second(part: Part, index: int) -> bool:
-    """Whether a moment is a mean of squares, whose codes have no sign and keep small values."""
-    return part.recipe.moments[index] == "exp_avg_sq"
+        for name, values, codes, scales in zip(part.recipe.moments, wide, held.moments, held.scales, strict=True):
+            if scales is not None:
+                yield values[span.part_slice], codes, scales, name == "exp_avg_sq"
 
 
 def _slot(room: Room, kind: str, unit: int, part: int, nbytes: int) -> Tensor:

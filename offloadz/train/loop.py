@@ -349,7 +349,7 @@ class Training:
             raise ConfigError(f"{start} is at step {self.progress.step}, its loader at {self.loader.num_served}")
         share = self.schedule(self.scheduler.last_epoch)
         for group, new in zip(self.run.optimizer.param_groups, fresh, strict=True):
-            for key in ("betas", "eps", "weight_decay", "initial_lr"):
+            for key in {*self.run.optimizer.keys, "initial_lr"} - {"lr"}:
                 group[key] = new[key]  # equal, unless resume_with names it
             group["lr"] = group["initial_lr"] * share
         self.scheduler.base_lrs = [group["initial_lr"] for group in self.run.optimizer.param_groups]

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from offloadz.model.optimizer import AdamW
+from offloadz.model.optimizer import KINDS, Settings
 from offloadz.plan.errors import ConfigError, DoesNotFit
 from offloadz.plan.headers import find_directory
 from offloadz.plan.search import Plan, human
@@ -89,14 +89,12 @@ def decided(config: Config) -> Plan:
     return plan
 
 
-def optimizer_of(config: Config) -> AdamW:
+def optimizer_of(config: Config) -> Settings:
     """The optimizer's settings as the Python API takes them."""
     told = config.optimizer
     groups = [{"match": g.match, "lr": g.lr, "weight_decay": g.weight_decay} for g in told.groups]
-    return AdamW(
-        lr=told.lr, betas=told.betas, eps=told.eps, weight_decay=told.weight_decay, no_decay=told.no_decay,
-        groups=groups, decoupled=told.name == "adamw",
-    )  # fmt: skip
+    kind = KINDS[told.name]
+    return kind(groups=groups, no_decay=told.no_decay, state=told.state, **{k: getattr(told, k) for k in kind.keys})
 
 
 def task_lines(task: Task) -> Iterator[str]:
@@ -112,8 +110,8 @@ def plan_lines(plan: Plan, config: Config) -> Iterator[str]:
     """What was decided, with predicted bytes and times, in a few lines."""
     place = plan.placement
     yield (
-        f"weights {place.storage}, computed in {place.compute} on the {plan.device}, updated as fp32 masters with "
-        f"{plan.recipe} moments (12 bytes a parameter at rest), commit {plan.commit}"
+        f"weights {place.storage}, computed in {place.compute} on the {plan.device}, updated {plan.recipe_told}, "
+        f"commit {plan.commit}"
     )
     yield (
         f"parameters on {place.parameters}, gradients on {place.gradients}, optimizer state on {place.optimizer}, "

@@ -45,6 +45,10 @@ def refusal(path: Path, *overrides: str, training: bool = True) -> str:
         (["offload.parameters=disk"], 'offload.parameters = "disk" needs a directory'),
         (["offload.activations=disk"], 'offload.activations = "disk" needs a directory'),
         (["train.resume_with=optimizer.lrr"], "nearest is optimizer.lr"),
+        (["optimizer.momentum=0.5"], 'belongs to sgd, with name = "adamw"'),
+        (["optimizer.name=lion", "optimizer.eps=1e-6"], 'belongs to adamw and adam, with name = "lion"'),
+        (["optimizer.name=sgd", "optimizer.betas=[0.9, 0.99]"], "belongs to adamw, adam and lion"),
+        (["optimizer.state=int8-sr", "model.dtype=float32"], 'write "int8"'),
     ],
 )
 def test_contradictions_are_refused(base: Path, overrides: list[str], words: str) -> None:
@@ -60,12 +64,6 @@ def test_contradictions_are_refused(base: Path, overrides: list[str], words: str
         "model.kernels=liger",
         "model.add_tokens=<|im_end|>",
         "train.trace_steps=[3]",
-        "optimizer.name=lion",
-        "optimizer.name=sgd",
-        "optimizer.momentum=0.5",
-        "optimizer.state=bf16",
-        "optimizer.state=int8",
-        "optimizer.state=int8-sr",
         "offload.device=cuda:0",
         'offload.swap=["/a", "/b"]',
         "offload.machine=laptop",

@@ -1,0 +1,88 @@
+"""What to change so that a plan fits: one field, or two, the mildest first.
+
+Placement comes before what costs time, that before what costs checkpoints, and only then what changes a number (the
+format of the optimizer's state, the length of samples).  Whether a change helps is the search's to say.  The
+trade-off: pairs are tried too, so a refusal of a 13B model takes up to six seconds (two cores).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from offloadz.plan.recipes import Recipe, cheaper
+from offloadz.plan.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from offloadz.plan.search import Wishes
+
+TO_DISK = ("optimizer", "gradients", "parameters", "activations")
+"""The order in which kinds leave memory."""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A model under a recipe, and what the user fixed."""
+
+    spec: ModelSpec
+    wishes: Wishes
+
+
+Change = Callable[[Asked], Asked]
+
+
+def smallest_change(asked: Asked, peak: Mapping[str, int], fits: Callable[[ModelSpec, Wishes], bool]) -> str:
+    """The first change of one field that fits, else of two; empty where none does.  `peak`: bytes needed now."""
+    changes = [(text, (change,)) for text, change in _changes(asked, peak["host"])]
+    pairs = [(f"{a} and {b}", (*f, *g)) for i, (a, f) in enumerate(changes) for b, g in changes[i + 1 :]]
+    for text, some in [*changes, *pairs]:
+        other = asked
+        for change in some:
+            other = change(other)
+        if fits(other.spec, other.wishes):
+            return text
+    return ""
+
+
+def _changes(asked: Asked, host_peak: int) -> Iterator[tuple[str, Change]]:
+    """(what to write, what it does to what is asked), the mildest first."""
+    spec, wishes = asked.spec, asked.wishes
+    if not wishes.swap:
+        yield "name a directory on a drive in offload.swap", _wish(swap=True)
+    for kind in TO_DISK:
+        if getattr(wishes, kind) not in ("auto", "disk"):
+            yield f'offload.{kind} = "disk"', _wish(swap=True, **{kind: "disk"})
+    if wishes.slots > 1:
+        yield "offload.slots = 1", _wish(slots=1)
+    if wishes.micro_batch_size > 1:
+        yield "train.micro_batch_size = 1", _wish(micro_batch_size=1)
+    if 0 < wishes.sweeps < wishes.batch_size:
+        yield f"offload.sweeps = {wishes.batch_size}", _wish(sweeps=wishes.batch_size)
+    if wishes.keep > 1:
+        yield "train.keep = 1", _wish(keep=1)
+    if wishes.host_memory is not None:
+        yield f'offload.host_memory = "{human(host_peak, up=True)}"', _wish(host_memory=host_peak)
+    for recipe in cheaper(spec.recipe, spec.dtype):
+        yield f'optimizer.state = "{recipe.state}"', _store(recipe)
+    length = wishes.max_length // 2
+    while length >= 64:
+        yield f"data.max_length = {length}", _wish(max_length=length)
+        length //= 2
+
+
+def _wish(**fields: Any) -> Change:
+    return lambda asked: replace(asked, wishes=replace(asked.wishes, **fields))
+
+
+def _store(recipe: Recipe) -> Change:
+    return lambda asked: replace(asked, spec=asked.spec.with_recipe(recipe))
+
+
+def human(nbytes: int, up: bool = False) -> str:
+    """Bytes for people, in a unit that the configuration takes back; `up` rounds so that it never says too little."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20)):
+        if nbytes >= size:
+            tenths = -(-nbytes * 10 // size) if up else round(nbytes * 10 / size)
+            return f"{tenths / 10:.1f}{unit}"
+    return f"{nbytes}B"
