@@ -38,10 +38,7 @@ from offloadz.plan.spec import ITEM_BYTES, ModelSpec
 from offloadz.runtime.room import Room
 from offloadz.runtime.session import Session
 from offloadz.runtime.threads import update_threads
-from offloadz.runtime.transfer import ThreadTransfer
-
-IO_THREADS = 4
-"""Threads of the disk back end: four keep a drive's queue full with requests of 4 MiB."""
+from offloadz.runtime.transfer import check_io, transfer_for
 
 
 @dataclass(frozen=True)
@@ -78,6 +75,7 @@ def offload(
     threads: int = 0,
     seed: int = 0,
     checksum: bool = True,
+    io: str = "auto",
     poison: bool = False,
     output: str | Path | None = None,
 ) -> Run:
@@ -93,6 +91,7 @@ def offload(
 
     `slots`, `sweeps`: 0 leaves them to the plan.  `max_grad_norm`: 0 is off.  `keep_float32`, `freeze`: name patterns.
     `host_memory`: most bytes.  `threads`: of updates.  `seed`: of dropout and stochastic rounding.  `poison`: see docs.
+    `checksum`: CRC32C of every MiB on disk.  `io`: how its bytes move, auto | io_uring | threads.
 
     Raises ConfigError for what is not built or wrong, DoesNotFit with numbers, before a weight is read.
     """
@@ -106,9 +105,7 @@ def offload(
     updates = RunUpdates(optimizer or AdamW(), update_threads(threads)[0], max_grad_norm, seed)
     recipe = updates.settings.recipe
     drawn = outline(model, stored, recipe, blocks=blocks, keep_float32=keep_float32, freeze=freeze)
-    paths = [Path(swap)] if isinstance(swap, str | Path) else [Path(p) for p in swap]
-    if len(paths) > 1:
-        raise ConfigError(f"swap has {len(paths)} directories; striping over several is not built, give one")
+    paths = _paths(swap)
     wishes = Wishes(
         batch_size=batch_size or max(1, micro_batch_size) * max(1, sweeps), max_length=max_length or 512,
         micro_batch_size=micro_batch_size, sweeps=sweeps, slots=slots, parameters=parameters, gradients=gradients,
@@ -118,7 +115,7 @@ def offload(
     )  # fmt: skip
     plan = _settled(plan, drawn.spec, wishes)
     source = source_of(model) or ModuleSource(model)
-    room = _furnish(drawn.spec, plan, paths, checksum, output)
+    room = _furnish(drawn.spec, plan, paths, checksum, io, output)
     session = Session(room, poison=poison, seed=seed)
     run = _stand_in(model, drawn, plan, Stage(session, model, seed), source, updates)
     run.stage.micro_rows = micro_batch_size or (plan.micro_batch_size if batch_size else 0)
@@ -138,6 +135,13 @@ def _check_arguments(model: nn.Module, tiers: dict[str, str], optimizer: Any, ho
         raise ConfigError(f"optimizer is a {type(optimizer).__name__}; needed: one of {kinds}, such as AdamW(lr=...)")
     if host_memory is not None and not isinstance(host_memory, int):
         raise ConfigError(f"host_memory = {host_memory!r}; needed: a whole number of bytes, such as 48 << 30")
+
+
+def _paths(swap: Sequence[str | Path] | str | Path) -> list[Path]:
+    paths = [Path(swap)] if isinstance(swap, str | Path) else [Path(p) for p in swap]
+    if len(paths) > 1:
+        raise ConfigError(f"swap has {len(paths)} directories; striping over several is not built, give one")
+    return paths
 
 
 def _settled(plan: Plan | None, spec: ModelSpec, wishes: Wishes) -> Plan:
@@ -167,13 +171,14 @@ def _score_copies(model: nn.Module) -> int:
     return score_copies(getattr(config, "_attn_implementation", None) or "sdpa", told) if told else 0
 
 
-def _furnish(spec: ModelSpec, plan: Plan, paths: list[Path], checksum: bool, output: Any) -> Room:
+def _furnish(spec: ModelSpec, plan: Plan, paths: list[Path], checksum: bool, io: str, output: Any) -> Room:
     """The room of a plan, its buffers made and its extents reserved."""
+    check_io(io)
     placement = replace(plan.placement, storage=spec.dtype, accumulate=plan.sweeps > 1)
     on_disk = "disk" in (placement.parameters, placement.gradients, placement.optimizer, placement.activations)
     if on_disk and not paths:
         raise ConfigError("something is placed on disk and swap is empty; name a directory in offload.swap")
-    disk = _drive(paths[0], checksum, output) if on_disk else None
+    disk = _drive(paths[0], checksum, io, output) if on_disk else None
     room = Room(spec, placement, disk)
     try:
         room.build(plan.batch.tokens_per_micro * spec.hidden_size * ITEM_BYTES[placement.compute])
@@ -183,12 +188,12 @@ def _furnish(spec: ModelSpec, plan: Plan, paths: list[Path], checksum: bool, out
     return room
 
 
-def _drive(path: Path, checksum: bool, output: Any) -> DiskTier:
-    io = ThreadTransfer(IO_THREADS)
+def _drive(path: Path, checksum: bool, io: str, output: Any) -> DiskTier:
+    transfer = transfer_for(path, io)
     try:
-        return DiskTier(path, io, checksum=checksum, owner=owner_name(output))
+        return DiskTier(path, transfer, checksum=checksum, owner=owner_name(output))
     except BaseException:
-        io.close()
+        transfer.close()
         raise
 
 
