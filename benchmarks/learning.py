@@ -66,7 +66,7 @@ def arguments() -> argparse.Namespace:
 def split(messages: Path, work: Path) -> None:
     """Dialogues whose first question is short: the first of them are held out, the rest trained on."""
     chosen = []
-    for line in messages.read_text(encoding="utf-8").splitlines():
+    for line in messages.read_text(encoding="utf-8").strip().split("\n"):  # splitlines would cut at U+2028 too
         turns = json.loads(line)["messages"]
         if turns[0]["role"] == "user" and len(turns[0]["content"]) <= MOST_QUESTION_CHARACTERS:
             chosen.append(line)
