@@ -1,4 +1,4 @@
-"""Transfers through the pool of threads: what is written is read back, and whatever goes wrong is a Python error.
+"""Transfers by threads and by io_uring: what is written is read back, and whatever goes wrong is a Python error.
 
 Kind K03 (swap files) at its lowest layer: odd lengths, short and interrupted calls, a full drive, damaged pieces.
 """
@@ -32,10 +32,14 @@ def table(num_bytes: int) -> torch.Tensor:
     return torch.full((-(-num_bytes // MIB),), native.NEVER_WRITTEN)
 
 
-@pytest.fixture
-def pool():
-    made = native.io_start(3)
+@pytest.fixture(params=["threads", "io_uring"])
+def pool(request):
+    try:
+        made = native.io_start(3) if request.param == "threads" else native.ring_start(5)
+    except OSError as error:
+        pytest.skip(f"io_uring is refused here: {error}")
     yield made
+    assert made.fallen() == ""
     native.io_stop(made)
 
 
@@ -198,8 +202,12 @@ def test_one_callers_failure_is_not_anothers(pool, fd):
     assert not wrong
 
 
-def test_a_stopped_pool_refuses_and_waits_for_its_calls(fd):
-    made = native.io_start(2)
+@pytest.mark.parametrize("start", [native.io_start, native.ring_start])
+def test_a_stopped_pool_refuses_and_waits_for_its_calls(fd, start):
+    try:
+        made = start(2)
+    except OSError as error:
+        pytest.skip(f"io_uring is refused here: {error}")
     data = aligned(16 * MIB)
     with ThreadPoolExecutor(4) as callers:
         calls = [callers.submit(native.write_at, made, fd, data, 16 * MIB, 0) for _ in range(4)]
@@ -247,6 +255,12 @@ def test_wrong_arguments_name_what_was_found(pool, fd):
     ]:
         with pytest.raises(ValueError, match=words):
             native.read_at(pool, fd, *arguments)
+    for depth in (0, -1, 65):
+        with pytest.raises(ValueError, match=f"depth is {depth}"):
+            native.ring_start(depth)
+    for request_bytes in (0, 4096, MIB + 4096, 17 * MIB):
+        with pytest.raises(ValueError, match=f"request_bytes is {request_bytes}"):
+            native.io_start(2, request_bytes)
     for count in (0, -1, 257):
         with pytest.raises(ValueError, match=f"num_threads is {count}"):
             native.io_start(count)
