@@ -17,6 +17,7 @@ namespace offloadz {
 namespace {
 
 constexpr int kMaxDepth = 64;
+constexpr int kMaxBusy = 100; // in one transfer
 constexpr unsigned kMaxRegions = 64;
 constexpr size_t kRegionBytes = size_t(1) << 30; // the most that one fixed buffer may be
 enum Stage { kNone = 0, kSetup = 1, kCall = 2, kRequest = 3 };
@@ -90,10 +91,16 @@ private:
 
   void give_up(int error) {
     uint64_t slot;
-    while (ring_.take_back(slot))
+    bool taken = false;
+    while (ring_.take_back(slot)) {
       settle(int(slot), 0);
-    // A full queue or a moment without memory is no reason to leave.
-    if ((error != EAGAIN && error != EBUSY) || !num_flying_) refused(kCall, error);
+      taken = true;
+    }
+    // A full queue or a moment without memory is no reason to leave, unless it is always so.
+    if ((error != EAGAIN && error != EBUSY) || ++num_busy_ > kMaxBusy)
+      refused(kCall, error);
+    else if (!taken)
+      ring_.wait_outside();
   }
 
   void reap() {
@@ -132,6 +139,7 @@ private:
   Ring &ring_;
   Work &work_;
   const Region *regions_;
+  int num_busy_ = 0;
   int depth_, num_flying_ = 0, num_moved_ = 0, num_free_ = 0;
   int64_t at_;
   int stage_ = kNone, error_ = 0;
