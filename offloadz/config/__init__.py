@@ -86,7 +86,7 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
     NotBuilt("model.kernels", ("compile", "liger"), _LATER, '"auto" or "eager"'),
     NotBuilt("model.add_tokens", (), _LATER, "[], with a chat template whose tokens the tokenizer has"),
     NotBuilt("train.trace_steps", (), _LATER, "[]"),
-    NotBuilt("offload.commit", ("shadow", "in_place"), _LATER, '"auto" or "hold"'),
+    NotBuilt("offload.commit", ("shadow",), _LATER, '"auto", "hold" or "in_place"'),
     NotBuilt("offload.zero_stage", (1, 2, 3), "needs several ranks, which are not built yet", '"auto" or 0'),
 )
 _TRAINING_NOT_BUILT = (

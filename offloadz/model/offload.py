@@ -67,6 +67,7 @@ def offload(
     batch_size: int = 0,
     max_length: int = 0,
     max_grad_norm: float = 1.0,
+    commit: str = "auto",
     dtype: torch.dtype | str | None = None,
     keep_float32: Sequence[str] = (),
     freeze: Sequence[str] = (),
@@ -89,14 +90,17 @@ def offload(
     grows as met).  `blocks`: names of the lists of blocks, where the longest list is not meant.  `output`: directory of
     the run, which owns its swap directory.
 
-    `slots`, `sweeps`: 0 leaves them to the plan.  `max_grad_norm`: 0 is off.  `keep_float32`, `freeze`: name patterns.
-    `host_memory`: most bytes.  `threads`: of updates.  `seed`: of dropout and stochastic rounding.  `poison`: see docs.
-    `checksum`: CRC32C of every MiB on disk.  `io`: how its bytes move, auto | io_uring | threads.
+    `slots`, `sweeps`: 0 leaves them to the plan.  `max_grad_norm`: 0 is off.  `commit`: auto or hold, or in_place
+    (updates as gradients come, nothing kept: only without clipping, and an error within a step ends the run).
+    `keep_float32`, `freeze`: name patterns.  `host_memory`: most bytes.  `threads`: of updates.  `seed`: of dropout and
+    stochastic rounding.  `poison`: see docs.  `checksum`: CRC32C of every MiB on disk.  `io`: how its bytes move:
+    auto | io_uring | threads.
 
     Raises ConfigError for what is not built or wrong, DoesNotFit with numbers, before a weight is read.
     """
     tiers = {"parameters": parameters, "gradients": gradients, "optimizer_state": optimizer_state}
     _check_arguments(model, tiers | {"activations": activations}, optimizer, host_memory)
+    _check_commit(plan.commit if plan is not None and commit == "auto" else commit, max_grad_norm)
     map_large_blocks()
     names_of(model)
     stored = str(dtype).removeprefix("torch.") if dtype is not None else most_common_dtype(model)
@@ -109,7 +113,7 @@ def offload(
     wishes = Wishes(
         batch_size=batch_size or max(1, micro_batch_size) * max(1, sweeps), max_length=max_length or 512,
         micro_batch_size=micro_batch_size, sweeps=sweeps, slots=slots, parameters=parameters, gradients=gradients,
-        optimizer=optimizer_state, activations=activations, swap=bool(paths),
+        optimizer=optimizer_state, activations=activations, swap=bool(paths), commit=commit,
         disk_free=disk_free(paths[0]) if paths else None, host_memory=host_memory, threads=threads,
         random=isinstance(source_of(model), RandomSource), score_copies=_score_copies(model),
     )  # fmt: skip
@@ -144,6 +148,13 @@ def _paths(swap: Sequence[str | Path] | str | Path) -> list[Path]:
     return paths
 
 
+def _check_commit(commit: str, max_grad_norm: float) -> None:
+    if commit not in ("auto", "hold", "in_place"):
+        raise ConfigError(f"commit = {commit!r}; needed: auto, hold, in_place")
+    if commit == "in_place" and max_grad_norm:
+        raise ConfigError(f"commit = 'in_place' cannot clip; found max_grad_norm = {max_grad_norm}, needed: 0")
+
+
 def _settled(plan: Plan | None, spec: ModelSpec, wishes: Wishes) -> Plan:
     """The plan that is given, if it agrees with the wishes beside it, or the one that the wishes lead to."""
     if plan is not None:
@@ -159,6 +170,7 @@ def _settled(plan: Plan | None, spec: ModelSpec, wishes: Wishes) -> Plan:
 def _check_agrees(plan: Plan, wishes: Wishes) -> None:
     told = {kind: (getattr(wishes, kind), getattr(plan.placement, kind)) for kind in KINDS}
     told |= {"slots": (wishes.slots or plan.slots, plan.slots), "sweeps": (wishes.sweeps or plan.sweeps, plan.sweeps)}
+    told["commit"] = (wishes.commit, plan.commit)
     for name, (wished, planned) in told.items():
         if wished not in ("auto", planned):
             raise ConfigError(f"offload: {name} = {wished!r} beside a plan that says {planned!r}; give one of the two")

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from offloadz.model.arrivals import Arrivals
 from offloadz.model.blocks import BlockSeat
 from offloadz.model.head import HeadSeat, LossHead
 from offloadz.model.materialize import put_back
@@ -85,6 +86,8 @@ class Run:
 
     def __post_init__(self) -> None:
         self._mark()
+        self._arrivals = Arrivals(self.stage, self.optimizer, self.threads)
+        self.session.arrive = self._arrivals.take
 
     def step(self, batch: Batch, loss_fn: Callable[[nn.Module, Batch], Tensor] | None = None) -> Tensor:
         """One optimizer step on a batch; returns the loss (float64, no dimensions).
@@ -231,12 +234,15 @@ class Run:
         elif not math.isfinite(report.loss):
             report.skipped, report.reason = True, "the loss is not finite"
         report.clipped = not report.skipped and 0 < self.max_grad_norm < norm
+        if report.skipped:
+            self._arrivals.require_whole(report.reason)
 
     def _take(self) -> None:
         """What `optimizer.step()` does: lay the updates ready, under settings that are now fixed."""
         session, report = self.session, self.report
         report.lr = float(self.optimizer.param_groups[0]["lr"])
-        units = () if report.skipped else tuple(sorted(u for u in session.grads if session.spec.units[u].trainable))
+        held = not (report.skipped or self._arrivals.applied)
+        units = tuple(sorted(u for u in session.grads if session.spec.units[u].trainable)) if held else ()
         scale = min(1.0, self.max_grad_norm / (report.grad_norm + 1e-6)) if self.max_grad_norm > 0 and units else 1.0
         due = self.optimizer.settings(session.steps, scale, self.threads)
         due = {name: how for name, how in due.items() if name in self.stage.touched} if units else {}
@@ -244,6 +250,7 @@ class Run:
             session.steps[name] = session.steps.get(name, 0) + 1
         session.commit(units, due)  # type: ignore[arg-type]
         self._stepping = False
+        self._arrivals.applied.clear()
 
     def _scatter(self, seat: int, op: Op) -> None:
         table = self.seats[seat]
@@ -258,6 +265,7 @@ class Run:
         """Nothing of this step is applied; due updates of the step before are."""
         self._give_up_rows()
         self.stage.root = None
+        self._arrivals.tear("an error came before its end")
         if self._stepping:
             self._stepping = False
             self.session.step -= 1
@@ -350,6 +358,7 @@ class Run:
     def _check_open(self) -> None:
         if self._closed:
             raise RuntimeError("this run is closed; offload the model again")
+        self._arrivals.require_whole()
 
     def __enter__(self) -> Run:
         return self

@@ -34,6 +34,8 @@ class Placement:
     """Dtype of the working weights at rest."""
     accumulate: bool = False
     """Several backward passes add to a gradient before it is rounded (sweeps, several `run.backward`)."""
+    commit: str = "hold"
+    """When updates become final: `hold` (once the whole gradient is known) or `in_place` (as each gradient comes)."""
 
     @property
     def widens(self) -> bool:
@@ -99,14 +101,14 @@ def slot_bytes(spec: ModelSpec, placement: Placement, saved_bytes: int = 0) -> d
     if not parts:
         return pools
     pools["compute.g"] = max(u.slope_bytes for u in spec.units)
-    if placement.gradients == "disk":
+    if placement.gradients == "disk" or placement.commit == "in_place":
         pools["host.g"] = max(u.grad_bytes(accumulates(spec, placement, i)) for i, u in enumerate(spec.units))
     if "host" in placement.part_route[1:]:
         pools["host.p"] = aligned(max(p.weight_bytes for p, _ in spec.part_kinds))
     largest_state = max(p.state_bytes for p in parts)
     if "host" in placement.state_route[1:] and largest_state:
         pools["host.s"] = aligned(largest_state)
-    if "host" in placement.grad_part_route[1:]:
+    if "host" in placement.grad_part_route[1:] and placement.commit != "in_place":
         pools["host.h"] = aligned(max(p.weight_bytes for p in parts), 1 << 20)  # a transfer ends a checksum piece
     if placement.activations == "disk":
         pools["host.x"] = aligned(saved_bytes, 1 << 20)  # a transfer ends a checksum piece
@@ -120,11 +122,18 @@ def accumulates(spec: ModelSpec, placement: Placement, unit: int) -> bool:
     return placement.accumulate or unit in spec.shared_units
 
 
+def rests(spec: ModelSpec, placement: Placement, unit: int) -> bool:
+    """Whether a gradient of this unit is ever kept: in place, only while it is an open sum."""
+    return placement.commit != "in_place" or accumulates(spec, placement, unit)
+
+
 def home_bytes(spec: ModelSpec, placement: Placement) -> dict[str, dict[str, int]]:
     """Bytes at rest per tier and kind (activations apart: they depend on the batch)."""
     sizes = {
         "parameters": sum(u.weight_bytes for u in spec.units),
-        "gradients": sum(u.grad_bytes(accumulates(spec, placement, i)) for i, u in enumerate(spec.units)),
+        "gradients": sum(
+            u.grad_bytes(accumulates(spec, placement, i)) * rests(spec, placement, i) for i, u in enumerate(spec.units)
+        ),
         "optimizer": sum(u.state_bytes for u in spec.units),
     }
     homes: dict[str, dict[str, int]] = {tier: {} for tier in TIERS}

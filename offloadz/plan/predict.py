@@ -57,7 +57,8 @@ def training_phases(spec: ModelSpec, batch: Batch) -> tuple[Phase, ...]:
 
 def step_program(spec: ModelSpec, placement: Placement, batch: Batch) -> Program:
     """The compiled program of a steady step: every trained unit still has its update from the step before."""
-    pending = tuple(i for i, unit in enumerate(spec.units) if unit.trainable)
+    held = placement.commit == "hold"  # else a step leaves no update to the next
+    pending = tuple(i for i, unit in enumerate(spec.units) if unit.trainable and held)
     return compiled(build(spec, placement, training_phases(spec, batch), pending), placement)
 
 

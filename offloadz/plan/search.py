@@ -66,6 +66,8 @@ class Wishes:
     """Bytes beside the interpreter while data are read."""
     random: bool = False
     """Whether the weights are drawn at random."""
+    commit: str = "auto"
+    """`in_place` is only taken where it is asked for: a step that fails half-way then ends the run."""
 
 
 @dataclass(frozen=True)
@@ -93,13 +95,16 @@ class Plan:
     disk_written_per_step: int = 0
     smallest_tokens_per_step: int | None = None
     rates_source: str = ""
-    commit: str = "hold"
     recipe: str = "fp32"
     """Format of the optimizer's state."""
     recipe_told: str = ""
     """The same in words, with the bytes a parameter."""
     drive_life_steps: int | None = None
     """None: the endurance of the drive is not known."""
+
+    @property
+    def commit(self) -> str:
+        return self.placement.commit
 
     @property
     def micro_batch_size(self) -> int:
@@ -286,7 +291,7 @@ def _ladder(spec: ModelSpec, machine: Machine, wishes: Wishes) -> Iterator[Place
         yield Placement(
             parameters=chosen["parameters"], gradients=chosen["gradients"], optimizer=chosen["optimizer"],
             activations=chosen["activations"], unified=machine.unified, compute=wishes.compute, storage=spec.dtype,
-            accumulate=wishes.sweeps > 1,
+            accumulate=wishes.sweeps > 1, commit="in_place" if wishes.commit == "in_place" else "hold",
         )  # fmt: skip
 
 

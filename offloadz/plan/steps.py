@@ -6,7 +6,9 @@ passes, evaluation, what is left after a block came out of turn): they differ in
 
 Updates stand in the order of need: those of a seat just before its next forward (hold, `design: exact clipping`), so
 they run under the forward of the seats before it.  That costs one gradient in the storage dtype per parameter, and buys
-exact clipping with the overlap kept.
+exact clipping with the overlap kept.  With `commit = "in_place"` nothing is kept and nothing can be clipped: a unit's
+parts are updated as soon as its gradient is whole, one turn later in the order, so that the weights of the next turn
+are on their way before the drive is asked for the state.
 """
 
 from __future__ import annotations
@@ -93,6 +95,7 @@ def build(
             script.finish(phase.tables)
         else:
             script.updates(tuple(script.pending))
+    script.apply()
     return Program(tuple(script.ops))
 
 
@@ -120,6 +123,8 @@ class Script:
     """Per unit: `sum` while terms may still come, `done` once rounded."""
     ops: list[Op] = field(default_factory=list)
     phase: str = "forward"
+    arrived: list[int] = field(default_factory=list)
+    """Units whose gradient lies rounded in a host slot, to be updated in place."""
 
     def emit(self, lane: str, verb: str, **fields: object) -> None:
         self.ops.append(Op(lane, verb, self.phase, **fields))  # type: ignore[arg-type]
@@ -207,6 +212,7 @@ class Script:
             slope = self.open_gradient(unit)
             for micro in range(turn.micros):
                 saved = self.kept(turn, unit, micro) if seat.kind != "head" else ()
+                self.apply()
                 self.compute("backward", turn, unit, micro, (*places, *saved, *slope), slope)
             self.close_gradient(unit, unit not in more and unit not in self.spec.table_units)
 
@@ -232,17 +238,21 @@ class Script:
             return
         if not last and not accumulates(self.spec, self.placement, unit):
             raise RuntimeError(f"{self.spec.units[unit].name}: several backward turns in a step planned for one")
-        route = self.placement.grad_route
         places: tuple[str, ...] = (f"g{unit}@compute",)
+        in_place = last and self.placement.commit == "in_place"
+        route = ("compute", "host") if in_place else self.placement.grad_route
         for tier, onward in pairwise(route):
             lane, verb = HOPS[tier, onward]
-            final = onward == route[-1]
+            final = onward == route[-1] and not in_place
             target = self.home("g", unit, onward) if final else (f"g{unit}@{onward}",)
             verb = f"{verb}.g" if tier != "compute" else ("drain.g" if last else "save.g")
             verb += ".sum" if tier != "compute" and not last else ""
             self.emit(lane, verb, reads=places, writes=target, unit=unit, nbytes=self.grad_bytes(unit, last))
             places = target
         self.grads[unit] = "done" if last else "sum"
+        self.arrived += [unit] * in_place
+        if self.placement.slots == 1:
+            self.apply()  # the one slot of gradients is needed again
 
     def grad_bytes(self, unit: int, last: bool) -> int:
         """Bytes a gradient moves: in each section's own dtype once rounded, else fp32."""
@@ -252,6 +262,7 @@ class Script:
     def finish(self, tables: tuple[int, ...]) -> None:
         """Add the rows of looked-up tables, round what is still an open sum, then the norm over all gradients."""
         self.phase = "finish"
+        self.apply()
         for seat in tables:
             for unit in self.spec.seats[seat].units:
                 if not self.spec.units[unit].trainable:
@@ -259,11 +270,27 @@ class Script:
                 slope = self.open_gradient(unit)
                 self.compute("scatter", Turn(seat, -1), unit, -1, slope, slope)
                 self.close_gradient(unit, True)
+                self.apply()
         for unit in sorted(u for u, state in self.grads.items() if state == "sum"):
             self.open_gradient(unit)
             self.close_gradient(unit, True)
-        places = tuple(p for u in self.grads for p in self.home("g", u, self.placement.gradients))
-        self.emit("device", "norm", reads=places, writes=(NORM,))
+            self.apply()
+        self.emit("device", "norm", reads=self.decided_by(), writes=(NORM,))
+
+    def decided_by(self) -> tuple[str, ...]:
+        """Places from which the norm is known: all gradients at home, or all weights already updated."""
+        if self.placement.commit == "in_place":
+            return tuple(p for u in self.grads for p in self.home("w", u, self.placement.parameters))
+        return tuple(p for u in self.grads for p in self.home("g", u, self.placement.gradients))
+
+    def apply(self) -> None:
+        """Update in place what has arrived (nothing, where gradients are held)."""
+        phase, self.phase = self.phase, "arrival"
+        for unit in self.arrived:
+            for part in self.spec.units[unit].trained_parts:
+                self.update(unit, part, (f"g{unit}@host",))
+        self.arrived.clear()
+        self.phase = phase
 
     def updates(self, units: tuple[int, ...]) -> None:
         phase, self.phase = self.phase, "update"
@@ -274,16 +301,22 @@ class Script:
                     self.update(unit, part)
         self.phase = phase
 
-    def update(self, unit: int, part: int) -> None:
-        """Read a part's state, weights and gradient; update; write state and weights back."""
+    def update(self, unit: int, part: int, arrived: tuple[str, ...] = ()) -> None:
+        """Read a part's state, weights and gradient; update; write state and weights back.
+
+        `arrived`: where the whole unit's gradient lies, if it does not have to be brought and no norm is waited for.
+        """
         owner, routes = self.spec.units[unit].parts[part], self.placement
         state_route = routes.state_route if owner.state_bytes else ("host",)  # nothing to bring: sgd without momentum
         state = self.carry("s", state_route, unit, owner.state_bytes, part)
         weight = self.carry("p", routes.part_route, unit, owner.weight_bytes, part)
-        grad = self.carry("h", routes.grad_part_route, unit, owner.weight_bytes, part)
         both = (*state, *weight)
-        reads = (*grad, *both, NORM)
-        self.emit("cpu", "update", reads=reads, writes=both, unit=unit, part=part, nbytes=owner.num_elements)
+        if arrived:
+            verb, reads = "update.g", (*arrived, *both)
+        else:
+            grad = self.carry("h", routes.grad_part_route, unit, owner.weight_bytes, part)
+            verb, reads = "update", (*grad, *both, NORM)
+        self.emit("cpu", verb, reads=reads, writes=both, unit=unit, part=part, nbytes=owner.num_elements)
         for kind, places, route, nbytes in (
             ("s", state, state_route, owner.state_bytes),
             ("p", weight, routes.part_route, owner.weight_bytes),

@@ -94,6 +94,7 @@ def wishes_of(config: Config, model_config: dict[str, Any]) -> Wishes:
         gradients=offload.gradients,
         optimizer=offload.optimizer,
         activations=offload.activations,
+        commit=offload.commit,
         swap=swap is not None,
         disk_free=_room(swap, output),
         checkpoint_free=_room(output, output),

@@ -148,13 +148,25 @@ def input_bytes(room: Room, op: Op) -> int:
 
 
 def update(room: Room, op: Op) -> None:
-    """One optimizer step over a part, parameter by parameter; one without a gradient is left as it is."""
+    """One optimizer step over a part whose gradient was brought by itself."""
+    grad, held, stored, _ = op.reads  # the last is the norm: by now it is in the settings
+    part = room.spec.units[op.unit].parts[op.part]
+    apply(room, op, typed(room.buffer(grad), 0, part.num_elements, DTYPES[part.dtype]), held, stored)
+
+
+def update_in_place(room: Room, op: Op) -> None:
+    """One optimizer step over a part of the unit whose gradient has just come."""
+    grad, held, stored = op.reads
+    dtype = DTYPES[room.spec.units[op.unit].parts[op.part].dtype]
+    apply(room, op, room.grad_part(op.unit, op.part, grad, dtype), held, stored)
+
+
+def apply(room: Room, op: Op, slope: Tensor, held: str, stored: str) -> None:
+    """Parameter by parameter; one without a gradient is left as it is.  State lies at `held`, weights at `stored`."""
     unit = room.spec.units[op.unit]
     part = unit.parts[op.part]
-    grad, held, stored, _ = op.reads  # the last is the norm: by now it is in the settings
     state = room.state(op.unit, op.part, held)
     weight = typed(room.buffer(stored), 0, part.num_elements, DTYPES[part.dtype])
-    slope = typed(room.buffer(grad), 0, part.num_elements, DTYPES[part.dtype])
     for span in spans(unit, part):
         at, kept = span.part_slice, state.of(span)
         for settings in room.due.get(span.member.name, ()):
@@ -194,5 +206,6 @@ ACTIONS: dict[str, Callable[[Room, Op], None]] = {
     "save.x": save_x,
     "update": update,
     "flip": flip,
+    "update.g": update_in_place,
 }
 """Every verb of a worker lane."""

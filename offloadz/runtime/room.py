@@ -25,7 +25,7 @@ from offloadz.memory.flat import (
 )
 from offloadz.memory.host import HostPool, needed_bytes
 from offloadz.memory.tier import PIECE_BYTES, Extent, rounded
-from offloadz.plan.placement import Placement, accumulates, slot_bytes
+from offloadz.plan.placement import Placement, accumulates, rests, slot_bytes
 from offloadz.plan.spec import ModelSpec, Part, Unit, aligned
 
 ROLES = {
@@ -91,7 +91,8 @@ class Room:
 
     def _unit_bytes(self, kind: str, index: int, unit: Unit) -> int:
         if kind == "g":
-            return unit.grad_bytes(accumulates(self.spec, self.placement, index))
+            kept = rests(self.spec, self.placement, index)
+            return unit.grad_bytes(accumulates(self.spec, self.placement, index)) if kept else 0
         return unit.weight_bytes if kind == "w" else unit.state_bytes
 
     def _reserve(self) -> None:
@@ -99,6 +100,8 @@ class Room:
             if getattr(self.placement, name) != "disk":
                 continue
             for index, unit in enumerate(self.spec.units):
+                if kind == "g" and not rests(self.spec, self.placement, index):
+                    continue
                 for k in range(len(unit.parts)) if kind == "w" else unit.trained_parts:
                     nbytes = self._part_bytes(kind, index, unit.parts[k])
                     if nbytes:
@@ -236,11 +239,11 @@ class Room:
         self.pools.append(pool)
         self.slots |= {name: pool.take(name, nbytes) for name, nbytes in sizes.items()}
         self.homes |= {key: pool.take(f"{key[0]}{key[1]}", nbytes) for key, nbytes in homes.items()}
-        for place in [p for p in self.extents if p.startswith("g")]:
-            index, k = map(int, place[1:].partition("@")[0].split("."))
-            unit = self.spec.units[index]
-            nbytes = self._part_bytes("g", index, unit.parts[k])
-            self.extents[place] = self.drive.reserve("scratch", f"gradient_sums/{unit.name}#{k}", nbytes)
+        for index, unit in enumerate(self.spec.units if placement.gradients == "disk" else ()):
+            for k in unit.trained_parts:
+                nbytes = self._part_bytes("g", index, unit.parts[k])
+                extent = self.drive.reserve("scratch", f"gradient_sums/{unit.name}#{k}", nbytes)
+                self.extents[f"g{index}.{k}@disk"] = extent
         if self.disk is not None:
             self.disk.allocate()
 

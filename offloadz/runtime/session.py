@@ -85,6 +85,8 @@ class Session:
         self.step = 0
         self.due_step = 0
         """The step whose updates are due or under way."""
+        self.arrive: Callable[[int], None] = lambda unit: None
+        """What lays settings ready for a unit whose gradient is updated from as it comes (`commit = "in_place"`)."""
         self.tables_used: dict[int, None] = {}
         """Trained table seats looked up in this step, in order."""
         self._programs: dict[object, Program] = {}
@@ -240,6 +242,8 @@ class Session:
     def _observe(self, op: Op) -> None:
         if op.verb in ("drain.g", "save.g"):
             self.grads[op.unit] = "done" if op.verb == "drain.g" else "sum"
+            if op.verb == "drain.g" and self.placement.commit == "in_place":
+                self.arrive(op.unit)
 
     def settle(self) -> None:
         """Bring everything to rest: all updates done and home, all lanes idle.  The walk is given up."""
@@ -277,7 +281,7 @@ class Session:
             if lane.error is None:
                 continue
             op, error = lane.error
-            if op.phase == "update":
+            if op.phase in ("update", "arrival"):
                 raise UpdateFailed(
                     f"the update of step {self.due_step} failed ({op.verb} of {self._called(op)}): {error}"
                 ) from error

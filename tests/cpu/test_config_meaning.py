@@ -68,7 +68,6 @@ def test_contradictions_are_refused(base: Path, overrides: list[str], words: str
         'offload.swap=["/a", "/b"]',
         "offload.machine=laptop",
         "offload.commit=shadow",
-        "offload.commit=in_place",
         "offload.zero_stage=1",
         "offload.zero_stage=3",
     ],
