@@ -1,0 +1,341 @@
+"""How near does the disk tier come to what the drive can do?  Beside fio, on the same file system, in turns.
+
+    python benchmarks/disk.py --path DIR [--json] [--size 2] [--extent 128] [--rounds 7] [--quick]
+
+Each round runs every arm once for reads, for writes over old bytes and for both at once: the product's tier by each
+back end (checksums on, and off for what they cost), and fio with patterns of requests from 1 to 8 MiB, depths 4 to 32,
+three of its ways to ask, on huge pages and on small ones.  All numbers of the product go through `DiskTier`: extents of
+`--extent` MiB one after the other, by one caller for reads or writes, by one for each when both are at once.
+
+`read_vs_fio`, `write_vs_fio`, `mixed_vs_fio`: median of the back end that `auto` takes here, with checksums, over the
+highest median of any fio pattern.  `read_vs_deepspeed`, `write_vs_deepspeed`: over DeepSpeed's async I/O with its
+pinned buffer, best of its settings; null where it is not installed.  `checksum_cost`: the share of the read rate that
+checksums take.  `round_trip_vs_slowest`: blocks of AdamW state read, updated and written back through three slots, as a
+step does it, over the longer of its disk time and its update time alone.
+
+DIR needs room for about five times `--size` (GiB).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from queue import Queue
+from statistics import median
+from typing import Any
+
+import torch
+
+from offloadz.memory.disk import DiskTier, Extent
+from offloadz.memory.host import HostPool
+from offloadz.runtime import native
+from offloadz.runtime.threads import update_threads
+from offloadz.runtime.transfer import RingTransfer, ThreadTransfer, transfer_for
+
+MIB, GIB = 1 << 20, 1 << 30
+OPERATIONS = ("read", "write", "mixed")
+PATTERNS = (  # way to ask, MiB a request, depth (or processes), on huge pages
+    ("libaio", 4, 16, True),
+    ("libaio", 8, 32, True),
+    ("libaio", 1, 32, True),
+    ("libaio", 4, 4, True),
+    ("io_uring", 4, 16, True),
+    ("io_uring", 1, 32, True),
+    ("psync", 4, 4, True),
+    ("libaio", 4, 16, False),
+)
+QUICK_PATTERNS = (PATTERNS[0], PATTERNS[4])
+Rates = dict[tuple[str, str], list[float]]
+
+
+class Product:
+    """The disk tier under one back end, with extents that fill `size_bytes` and two buffers on huge pages."""
+
+    def __init__(self, path: Path, transfer: Any, size_bytes: int, extent_bytes: int, checksum: bool = True) -> None:
+        name = f"{transfer.name.split()[0]} {checksum}"
+        self.tier = DiskTier(path, transfer, owner=f"benchmark {os.getpid()} {name}", checksum=checksum)
+        count = max(2, size_bytes // extent_bytes)
+        self.extents = [self.tier.reserve("state", f"blocks/{i}", extent_bytes) for i in range(count)]
+        self.tier.allocate()
+        self.pool = HostPool(2 * extent_bytes)
+        self.buffers = [self.pool.take(f"{i}", extent_bytes) for i in range(2)]
+        for buffer in self.buffers:
+            buffer.random_()
+            transfer.fix(buffer)
+        begin = time.perf_counter()
+        for extent in self.extents:
+            self.tier.write(extent, self.buffers[0])
+        self.fresh_rate = count * extent_bytes / (time.perf_counter() - begin) / 1e9
+
+    def rate(self, operation: str) -> float:
+        """GB/s of one pass over all extents; for both at once, half the extents are read and half are written."""
+        half = len(self.extents) // 2
+        begin = time.perf_counter()
+        if operation == "mixed":
+            writer = threading.Thread(target=self._pass, args=(self.tier.write, self.extents[half:], 1))
+            writer.start()
+            self._pass(self.tier.read, self.extents[:half], 0)
+            writer.join()
+        else:
+            self._pass(self.tier.read if operation == "read" else self.tier.write, self.extents, 0)
+        return sum(extent.nbytes for extent in self.extents) / (time.perf_counter() - begin) / 1e9
+
+    def _pass(self, move: Callable[[Extent, torch.Tensor], None], extents: list[Extent], buffer: int) -> None:
+        for extent in extents:
+            move(extent, self.buffers[buffer])
+
+    def close(self) -> None:
+        """Give files and memory back."""
+        self.tier.close()
+        self.buffers.clear()
+        self.pool.close()
+
+
+def fio_name(pattern: tuple[str, int, int, bool]) -> str:
+    """A pattern in words."""
+    way, size, depth, huge = pattern
+    return f"fio {way} {size}M {'x' if way == 'psync' else 'qd'}{depth}{' huge' if huge else ''}"
+
+
+def fio_rate(file: Path, pattern: tuple[str, int, int, bool], operation: str, size_bytes: int) -> float:
+    """GB/s of one run of fio over `file`, which holds `size_bytes`."""
+    way, request, depth, huge = pattern
+    jobs = depth if way == "psync" else 1
+    command = ["fio", "--name=x", f"--filename={file}", f"--rw={'rw' if operation == 'mixed' else operation}"]
+    command += [f"--bs={request}M", f"--size={size_bytes // jobs}", f"--offset_increment={size_bytes // jobs}"]
+    command += ["--direct=1", f"--ioengine={way}", f"--iodepth={1 if way == 'psync' else depth}", f"--numjobs={jobs}"]
+    command += ["--group_reporting", "--output-format=json", "--fallocate=none"]
+    environment = os.environ | ({"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"} if huge else {})
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{fio_name(pattern)} failed: {done.stderr or done.stdout}")
+    job = json.loads(done.stdout[done.stdout.index("{") :])["jobs"][0]
+    return float(job["read"]["bw_bytes"] + job["write"]["bw_bytes"]) / 1e9
+
+
+DEEPSPEED = """
+import json, os, sys, time
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+import torch
+from deepspeed.accelerator import get_accelerator
+aio = get_accelerator().create_op_builder("AsyncIOBuilder").load()
+file, size, rounds = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+settings = [(1 << 20, 32, False, True, 1), (8 << 20, 32, False, True, 1), (4 << 20, 16, False, True, 2)]
+ways = [aio.aio_handle(*setting) for setting in settings]
+data = ways[0].new_cpu_locked_tensor(size, torch.empty(0, dtype=torch.uint8)); data.fill_(3)
+found = {"write": [[] for _ in ways], "read": [[] for _ in ways]}
+for turn in range(rounds + 1):
+    for operation in found:
+        for i, way in enumerate(ways):
+            begin = time.perf_counter()
+            way.sync_pwrite(data, file, 0) if operation == "write" else way.sync_pread(data, file, 0)
+            if turn:
+                found[operation][i].append(size / (time.perf_counter() - begin) / 1e9)
+print(json.dumps(found))
+"""
+
+
+def deepspeed_rates(folder: Path, size_bytes: int, rounds: int) -> dict[str, float]:
+    """GB/s of DeepSpeed's best setting for reads and writes, in a process of its own; empty where it is missing."""
+    if importlib.util.find_spec("deepspeed") is None:
+        return {}
+    command = [sys.executable, "-c", DEEPSPEED, str(folder / "deepspeed.dat"), str(size_bytes), str(rounds)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        print(f"DeepSpeed's async I/O does not run here: {done.stderr.strip().splitlines()[-1]}", file=sys.stderr)
+        return {}
+    found = json.loads(done.stdout.splitlines()[-1])
+    return {operation: max(median(rates) for rates in arms) for operation, arms in found.items()}
+
+
+@contextlib.contextmanager
+def products(path: Path, size_bytes: int, extent_bytes: int) -> Iterator[tuple[dict[str, Product], str]]:
+    """The tiers to be measured by name, and the name of the one a run would have here."""
+    made: dict[str, Product] = {}
+    chosen = transfer_for(path)
+    auto = chosen.name.split()[0]
+    chosen.close()
+    try:
+        with contextlib.suppress(OSError):
+            made["io_uring"] = Product(path, RingTransfer(), size_bytes, extent_bytes)
+        made["threads"] = Product(path, ThreadTransfer(), size_bytes, extent_bytes)
+        transfer = RingTransfer() if auto == "io_uring" else ThreadTransfer()
+        made["unchecked"] = Product(path, transfer, size_bytes, extent_bytes, checksum=False)
+        yield made, auto
+    finally:
+        for product in made.values():
+            product.close()
+
+
+class RoundTrip:
+    """Blocks of AdamW state on disk (bf16 weights with their low halves and fp32 moments), three of them in memory."""
+
+    NUM_SLOTS = 3
+
+    def __init__(self, path: Path, num_blocks: int, block_bytes: int) -> None:
+        self.count = block_bytes // 12 // 2048 * 2048  # elements: 2 + 2 + 4 + 4 bytes each
+        self.tier = DiskTier(path, transfer_for(path), owner=f"benchmark {os.getpid()} round trip")
+        self.extents = [self.tier.reserve("state", f"blocks/{i}", 12 * self.count) for i in range(num_blocks)]
+        self.tier.allocate()
+        self.pool = HostPool(self.NUM_SLOTS * (block_bytes + 2 * MIB))
+        self.slots = [self.pool.take(f"slot{i}", 12 * self.count) for i in range(self.NUM_SLOTS)]
+        self.grad = torch.randn(self.count).bfloat16()
+        self.threads = update_threads(0)[0]
+        for slot in self.slots:
+            slot.zero_()
+        for extent in self.extents:
+            self.tier.write(extent, self.slots[0])
+
+    def update(self, slot: torch.Tensor) -> None:
+        """One step of AdamW on the block in a slot."""
+        n = self.count
+        weight, low = slot[: 2 * n].view(torch.bfloat16), slot[2 * n : 4 * n].view(torch.int16)
+        moments = slot[4 * n : 8 * n].view(torch.float32), slot[8 * n :].view(torch.float32)
+        native.update_(
+            "adam", weight, low, moments, (None, None), self.grad, step=3, lr=1e-5, beta1=0.9, beta2=0.95, eps=1e-8,
+            threads=self.threads,
+        )  # fmt: skip
+
+    def step(self) -> float:
+        """Seconds to read, update and write back every block: three lanes, in order, a slot at a time."""
+        free: Queue[torch.Tensor] = Queue()
+        there: Queue[tuple[Extent, torch.Tensor]] = Queue()
+        due: Queue[tuple[Extent, torch.Tensor]] = Queue()
+        for slot in self.slots:
+            free.put(slot)
+
+        def read() -> None:
+            for extent in self.extents:
+                slot = free.get()
+                self.tier.read(extent, slot)
+                there.put((extent, slot))
+
+        def write() -> None:
+            for _ in self.extents:
+                extent, slot = due.get()
+                self.tier.write(extent, slot)
+                free.put(slot)
+
+        lanes = [threading.Thread(target=read), threading.Thread(target=write)]
+        begin = time.perf_counter()
+        for lane in lanes:
+            lane.start()
+        for _ in self.extents:
+            extent, slot = there.get()
+            self.update(slot)
+            due.put((extent, slot))
+        for lane in lanes:
+            lane.join()
+        return time.perf_counter() - begin
+
+    def alone(self) -> tuple[float, float]:
+        """Seconds of all transfers (reads and writes at once) without updates, and of all updates without transfers."""
+        whole, self.update = self.update, lambda slot: None  # type: ignore[method-assign]
+        disk_s = self.step()
+        self.update = whole  # type: ignore[method-assign]
+        begin = time.perf_counter()
+        for i in range(len(self.extents)):
+            self.update(self.slots[i % self.NUM_SLOTS])
+        return disk_s, time.perf_counter() - begin
+
+    def measure(self, rounds: int) -> dict[str, float]:
+        """Medians of all, and their ratio."""
+        taken = [(self.step(), *self.alone()) for _ in range(rounds)]
+        self.tier.close()
+        step_s, disk_s, update_s = (median(column) for column in zip(*taken, strict=True))
+        ratio = median(step / max(disk, update) for step, disk, update in taken)
+        return {"step_s": step_s, "disk_s": disk_s, "update_s": update_s, "vs_slowest": ratio}
+
+
+def measure(path: Path, size_bytes: int, extent_bytes: int, rounds: int, quick: bool) -> dict[str, Any]:
+    """All figures as one object."""
+    rates: Rates = defaultdict(list)
+    patterns = (QUICK_PATTERNS if quick else PATTERNS) if shutil.which("fio") else ()
+    file = path / "fio.dat"
+    with products(path, size_bytes, extent_bytes) as (made, auto):
+        if patterns:
+            fio_rate(file, PATTERNS[0], "write", size_bytes)
+        for turn in range(rounds):
+            for operation in OPERATIONS:
+                arms: list[tuple[str, Callable[[], float]]] = [
+                    (name, lambda p=product, o=operation: p.rate(o))  # type: ignore[misc]
+                    for name, product in made.items()
+                ]
+                arms += [
+                    (fio_name(p), lambda p=p, o=operation: fio_rate(file, p, o, size_bytes))  # type: ignore[misc]
+                    for p in patterns
+                ]
+                for i in range(len(arms)):  # another arm is first each round
+                    name, run = arms[(i + turn) % len(arms)]
+                    rates[name, operation].append(run())
+        fresh = {name: product.fresh_rate for name, product in made.items()}
+        fallen = {name: product.tier.io_name for name, product in made.items()}
+    file.unlink(missing_ok=True)
+    trip = RoundTrip(path, max(3, size_bytes // extent_bytes), extent_bytes).measure(max(1, rounds // 2))
+    return _result(rates, auto, fresh, fallen, trip, deepspeed_rates(path, size_bytes, rounds))
+
+
+def _result(
+    rates: Rates, auto: str, fresh: dict[str, float], fallen: dict[str, str], trip: dict[str, float],
+    deepspeed: dict[str, float],
+) -> dict[str, Any]:  # fmt: skip
+    medians = {f"{name}, {operation}": median(found) for (name, operation), found in rates.items()}
+    ratios: dict[str, float | None] = {}
+    for operation in OPERATIONS:
+        fio = [median(found) for (name, o), found in rates.items() if o == operation and name.startswith("fio")]
+        ratios[f"{operation}_vs_fio"] = medians[f"{auto}, {operation}"] / max(fio) if fio else None
+    for operation in ("read", "write"):
+        other = deepspeed.get(operation)
+        ratios[f"{operation}_vs_deepspeed"] = medians[f"{auto}, {operation}"] / other if other else None
+    pairs = zip(rates[auto, "read"], rates["unchecked", "read"], strict=True)
+    ratios["checksum_cost"] = 1 - median(checked / unchecked for checked, unchecked in pairs)
+    ratios["round_trip_vs_slowest"] = trip["vs_slowest"]
+    spread = {f"{name}, {operation}": [min(found), max(found)] for (name, operation), found in rates.items()}
+    return {
+        "ratios": ratios, "auto": auto, "back_ends": fallen, "gb_per_s": medians, "least_and_most": spread,
+        "fresh_write_gb_per_s": fresh, "round_trip": trip, "deepspeed_gb_per_s": deepspeed,
+    }  # fmt: skip
+
+
+def told(found: dict[str, Any]) -> str:
+    """The figures for people."""
+    lines = [f"{name:<24}{'-' if value is None else f'{value:8.3f}'}" for name, value in found["ratios"].items()]
+    lines += [f"auto takes {found['auto']}; GB/s, medians:"]
+    for name in dict.fromkeys(key.rpartition(", ")[0] for key in found["gb_per_s"]):
+        row = "".join(f"{found['gb_per_s'][f'{name}, {operation}']:9.2f}" for operation in OPERATIONS)
+        fresh = found["fresh_write_gb_per_s"].get(name)
+        lines.append(f"  {name:<24}{row}" + (f"   first write {fresh:.2f}" if fresh else ""))
+    trip = found["round_trip"]
+    lines.append("round trip of state: " + ", ".join(f"{name} {value:.3f}" for name, value in trip.items()))
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--path", type=Path, required=True, help="a directory of the drive")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--size", type=float, default=2.0, help="GiB per pass")
+    parser.add_argument("--extent", type=int, default=128, help="MiB per extent: a block's state")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--quick", action="store_true", help="two fio patterns only")
+    args = parser.parse_args()
+    args.path.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="offloadz-benchmark-", dir=args.path) as folder:
+        found = measure(Path(folder), int(args.size * GIB), args.extent * MIB, args.rounds, args.quick)
+    print(json.dumps(found) if args.json else told(found))
+
+
+if __name__ == "__main__":
+    main()
