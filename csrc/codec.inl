@@ -1,29 +1,34 @@
 // Formats of 16 and 8 bits: how a moment or a weight without a master is rounded at random, and what a code means.
 // Included by kernels.inl.
 //
-// [Note: codes of eight bits] A block of kQuant numbers has a scale, its largest magnitude.  A number u = |x| / scale in
-// [0, 1] is stored as the upper bits of the float u + c, counted from c: like the mu-law of telephony, equal steps near
-// zero and then 16 steps to each doubling.  A second moment has 8 bits (c = 2^-16 x 1.0625: down to 2^-20 of the
-// largest), a first moment a sign and 7 bits (c = 2^-8 x 1.0667: down to 2^-12).  c is chosen so that the last code is 1
-// exactly: the largest number comes back bit by bit, so that encoding what was decoded finds the same scale and codes.
-// A second moment in a block that is not all zero never has the code 0: it would make m / sqrt(v) run away.
+// [Note: codes of eight bits] A block of kQuant numbers has a scale, its largest magnitude; a code stands for a number
+// u in [0, 1] that the scale is multiplied by.  A second moment's code k is the upper bits of the float u, counted from
+// the smallest, kSecond = 2^-32 x 1.125: 8 steps to each doubling, and 255 is 1.  It has no zero, so that m / sqrt(v)
+// cannot run away; a block of zeros has the scale 0.  A first moment's code is a signed number whose magnitude k is the
+// upper bits of the float u + c, counted from c = kFirst = 2^-16 x 1.125: equal steps near zero, down to 2^-19, and
+// then 8 to each doubling, as in the mu-law of telephony.  Equal reach of m and sqrt(v), not more digits, is what
+// numbers small beside others of their block need.  c is such that 127 is 1 exactly: in both formats the largest number
+// comes back bit by bit, so that encoding what was decoded finds the same scale and codes.
 
-constexpr uint32_t kFirst = (1905u << 19) + 34953u; // bits of c for the first moment: code 127 is 1.0
-constexpr uint32_t kSecond = (1777u << 19) + 136u;  // and for the second: code 255 is 1.0
-constexpr uint32_t kSmallest = 37u << 23;           // bits of 2^-90: smaller scales would lead to denormal numbers
+constexpr int kCodeShift = 20;                           // 3 of the 23 bits behind the point are kept
+constexpr uint32_t kFirst = (889u << kCodeShift) + 144u; // bits of c
+constexpr uint32_t kSecond = 761u << kCodeShift;         // bits of the smallest u
+constexpr uint32_t kSmallest = 37u << 23;                // bits of 2^-90: smaller scales would lead to denormal numbers
 
-// [Note: random bits] A counter-based generator: the bits are a hash of (key, element), where the keys are a hash of
-// (seed, step).  Two rounds of multiply and xorshift (the constants of Wellons' lowbias32) with a key before each;
-// the low half rounds the first moment, the high half the second, a third round gives the bits for the weight.
+// [Note: random bits] A counter-based generator: the bits are a hash of (keys, element), where the keys are a hash of
+// (seed, step).  The element is spread by the golden ratio, then two rounds of xorshift and multiply (the constants of
+// Wellons' lowbias32), with a key before each.  The low half rounds the first moment, the high half the second; one
+// more product gives the bits for the weight.
+constexpr uint32_t kSpread = 0x9e3779b1u, kRound1 = 0x7feb352du, kRound2 = 0x846ca68bu;
+
 static inline uint32_t random_bits(const UpdateArgs &a, uint32_t element) {
-  uint32_t x = element + a.keys[0];
-  x = (x ^ (x >> 16)) * 0x7feb352du + a.keys[1];
-  x = (x ^ (x >> 15)) * 0x846ca68bu;
-  return x ^ (x >> 16);
+  uint32_t x = element * kSpread + a.keys[0];
+  x = (x ^ (x >> 16)) * kRound1 + a.keys[1];
+  return (x ^ (x >> 15)) * kRound2;
 }
 
 static inline uint32_t weight_bits(const UpdateArgs &a, uint32_t random) {
-  return ((random ^ a.keys[2]) * 0x9e3779b1u) >> 16;
+  return ((random ^ a.keys[2]) * kSpread) >> 16;
 }
 
 // Sixteen random bits below the half that stays: up with exactly the chance that keeps the mean.
@@ -31,27 +36,33 @@ static inline uint16_t at_random(float value, uint32_t random16) {
   return uint16_t((standard_nan(as_bits(value)) + random16) >> 16);
 }
 
-// Where in [0, 2^19) a code's step is rounded up.  Four units are kept clear at both ends, so that the rounding errors
+// Where in [0, 2^20) a code's step is rounded up.  Eight units are kept clear at both ends, so that the rounding errors
 // of u = x / scale never move a number that is a code already.
 static inline uint32_t threshold(uint32_t random16) {
-  return (random16 << 3) + 4u;
+  return (random16 << 4) + 8u;
 }
 
-constexpr uint32_t kHalfStep = 1u << 18; // the threshold that rounds to nearest
+constexpr uint32_t kHalfStep = 1u << (kCodeShift - 1); // the threshold that rounds to nearest
 
-template <bool kIsSecond> static inline uint8_t code_of(float x, float inverse, uint32_t up) {
-  constexpr uint32_t base = kIsSecond ? kSecond : kFirst;
-  uint32_t bits = as_bits(x);
-  float u = as_float(bits & 0x7fffffffu) * inverse;
-  uint32_t code = (as_bits(u + as_float(base)) + up - base) >> 19;
-  return uint8_t(kIsSecond ? (code ? code : 1u) : code | (bits >> 24 & 0x80u));
+static inline uint8_t first_code_of(float x, float inverse, uint32_t up) {
+  uint32_t bits = as_bits(x),
+           code = (as_bits(as_float(bits & 0x7fffffffu) * inverse + as_float(kFirst)) + up - kFirst) >> kCodeShift;
+  return uint8_t(bits >> 31 ? 0u - code : code);
 }
 
-template <bool kIsSecond> static inline float value_of(uint8_t code, float scale) {
-  constexpr uint32_t base = kIsSecond ? kSecond : kFirst;
-  uint32_t steps = kIsSecond ? code : code & 0x7fu;
-  float x = (as_float((steps << 19) + base) - as_float(base)) * scale;
-  return kIsSecond ? x : as_float(as_bits(x) | (code & 0x80u) << 24);
+static inline uint8_t second_code_of(float x, float inverse, uint32_t up) {
+  float u = x * inverse, least = as_float(kSecond);
+  return uint8_t((as_bits(u > least ? u : least) + up - kSecond) >> kCodeShift);
+}
+
+static inline float first_value_of(uint8_t code, float scale) {
+  uint32_t negative = code >> 7, steps = negative ? 256u - code : code;
+  float x = (as_float((steps << kCodeShift) + kFirst) - as_float(kFirst)) * scale;
+  return as_float(as_bits(x) | negative << 31);
+}
+
+static inline float second_value_of(uint8_t code, float scale) {
+  return as_float((uint32_t(code) << kCodeShift) + kSecond) * scale;
 }
 
 // The scale of a block whose largest magnitude has the bits `largest`.  A NaN or infinity stays: it must show.
@@ -60,10 +71,10 @@ template <bool kIsSecond> static inline float scale_of(uint32_t largest) {
   return kIsSecond && largest ? as_float(kSmallest) : 0.0f;
 }
 
-static inline uint32_t largest_of(const float *__restrict x, int64_t count) {
-  int32_t most = 0; // magnitudes of floats order as their bits do
+static inline uint32_t largest_of(const float *__restrict x, int64_t count, uint32_t mask) {
+  int32_t most = 0; // floats that are not negative order as their bits do
   for (int64_t i = 0; i < count; ++i) {
-    int32_t bits = int32_t(as_bits(x[i]) & 0x7fffffffu);
+    int32_t bits = int32_t(as_bits(x[i]) & mask);
     most = bits > most ? bits : most;
   }
   return uint32_t(most);
@@ -73,7 +84,7 @@ static inline uint32_t largest_of(const float *__restrict x, int64_t count) {
 template <bool kIsSecond>
 static void encode_block(uint8_t *__restrict codes, float *scale, const float *__restrict x,
                          const uint32_t *__restrict up, int64_t count) {
-  *scale = scale_of<kIsSecond>(largest_of(x, count));
+  *scale = scale_of<kIsSecond>(largest_of(x, count, kIsSecond ? ~0u : ~0u >> 1));
   if (*scale == 0.0f) {
     for (int64_t i = 0; i < count; ++i)
       codes[i] = 0;
@@ -81,13 +92,13 @@ static void encode_block(uint8_t *__restrict codes, float *scale, const float *_
   }
   float inverse = 1.0f / *scale;
   for (int64_t i = 0; i < count; ++i)
-    codes[i] = code_of<kIsSecond>(x[i], inverse, up[i]);
+    codes[i] = (kIsSecond ? second_code_of : first_code_of)(x[i], inverse, up[i]);
 }
 
 template <bool kIsSecond>
 static void decode_block(float *__restrict x, const uint8_t *__restrict codes, float scale, int64_t count) {
   for (int64_t i = 0; i < count; ++i)
-    x[i] = value_of<kIsSecond>(codes[i], scale);
+    x[i] = (kIsSecond ? second_value_of : first_value_of)(codes[i], scale);
 }
 
 template <bool kIsSecond> static void encode_all(uint8_t *codes, float *scales, const float *x, int64_t count) {

@@ -153,10 +153,18 @@ static void update_blocks(const UpdateArgs &a, int64_t begin, int64_t end) {
   }
 }
 
+#if OFFLOADZ_LANES
+#include "fused.inl"
+#else
+static int64_t update_fused(const UpdateArgs &, int64_t begin, int64_t) {
+  return begin;
+}
+#endif
+
 // One tile; `begin` is a multiple of kQuant.
 static void update_part(const UpdateArgs &a, int64_t begin, int64_t end) {
   if (a.rule == kAdam && a.moment_format == kFp32 && a.weight_format != kAlone)
     adam_part(a, begin, end);
   else
-    update_blocks(a, begin, end);
+    update_blocks(a, update_fused(a, begin, end), end);
 }

@@ -1,0 +1,160 @@
+// Vectors of the widest kind: operators are the compiler's, the few operations it has no operator for are here.
+// Included by fused.inl, for AVX-512 and AVX2 only.
+//
+// [Note: unpacked order] Two vectors of halves become two of words by interleaving them, which these processors do
+// within groups of 128 bits: the "even" vector gets elements 0-3, 8-11, ..., the "odd" one 4-7, 12-15, ...  Packing two
+// words back into halves undoes it.  So every load and store here goes through halves, and an order that is natural
+// again only in memory costs nothing.
+
+constexpr int kLanes = OFFLOADZ_LANES; // 16 for AVX-512, 8 for AVX2
+
+typedef float Floats __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t Words __attribute__((vector_size(4 * kLanes)));
+typedef uint16_t Halves __attribute__((vector_size(4 * kLanes)));
+
+static inline Floats floats_of(Words bits) {
+  return (Floats)bits;
+}
+
+static inline Words words_of(Floats value) {
+  return (Words)value;
+}
+
+static inline Halves halves_at(const uint16_t *at) {
+  Halves halves;
+  __builtin_memcpy(&halves, at, sizeof(halves));
+  return halves;
+}
+
+static inline void put(uint16_t *at, Halves halves) {
+  __builtin_memcpy(at, &halves, sizeof(halves));
+}
+
+// The indices of the elements of an even vector; those of the odd one are four more.
+static inline Words even_indices() {
+  Words lanes;
+  for (int i = 0; i < kLanes; ++i)
+    lanes[i] = uint32_t(i / 4 * 8 + i % 4);
+  return lanes;
+}
+
+#if OFFLOADZ_LANES == 16
+
+static inline Words even_words(Halves low, Halves high) {
+  return (Words)_mm512_unpacklo_epi16((__m512i)low, (__m512i)high);
+}
+
+static inline Words odd_words(Halves low, Halves high) {
+  return (Words)_mm512_unpackhi_epi16((__m512i)low, (__m512i)high);
+}
+
+static inline Halves packed(Words even, Words odd) { // numbers below 2^16
+  return (Halves)_mm512_packus_epi32((__m512i)even, (__m512i)odd);
+}
+
+static inline Halves packed_signed(Words even, Words odd) {
+  return (Halves)_mm512_packs_epi32((__m512i)even, (__m512i)odd);
+}
+
+static inline Halves bytes_at(const uint8_t *at) {
+  return (Halves)_mm512_cvtepu8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(at)));
+}
+
+static inline Halves signed_bytes_at(const uint8_t *at) {
+  return (Halves)_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(at)));
+}
+
+static inline void put_bytes(uint8_t *at, Halves first, Halves second) { // the low byte of each
+  _mm256_storeu_si256(reinterpret_cast<__m256i *>(at), _mm512_cvtepi16_epi8((__m512i)first));
+  _mm256_storeu_si256(reinterpret_cast<__m256i *>(at + 32), _mm512_cvtepi16_epi8((__m512i)second));
+}
+
+static inline Halves magnitude(Halves value) {
+  return (Halves)_mm512_abs_epi16((__m512i)value);
+}
+
+static inline Words signed_by(Words value, Words bits) { // minus the value where the sign bit is set
+  return (Words)_mm512_mask_sub_epi32((__m512i)value, _mm512_movepi32_mask((__m512i)bits), _mm512_setzero_si512(),
+                                      (__m512i)value);
+}
+
+static inline Floats root_of(Floats value) {
+  return (Floats)_mm512_sqrt_ps((__m512)value);
+}
+
+static inline Floats at_least(Floats value, Floats least) {
+  return (Floats)_mm512_max_ps((__m512)value, (__m512)least);
+}
+
+static inline __m256i half_of(Words a) { // its larger numbers, each of two
+  return _mm256_max_epi32(_mm512_castsi512_si256((__m512i)a), _mm512_extracti64x4_epi64((__m512i)a, 1));
+}
+
+static inline Words larger(Words a, Words b) { // as signed numbers
+  return (Words)_mm512_max_epi32((__m512i)a, (__m512i)b);
+}
+
+#else
+
+static inline Words even_words(Halves low, Halves high) {
+  return (Words)_mm256_unpacklo_epi16((__m256i)low, (__m256i)high);
+}
+
+static inline Words odd_words(Halves low, Halves high) {
+  return (Words)_mm256_unpackhi_epi16((__m256i)low, (__m256i)high);
+}
+
+static inline Halves packed(Words even, Words odd) { // numbers below 2^16
+  return (Halves)_mm256_packus_epi32((__m256i)even, (__m256i)odd);
+}
+
+static inline Halves packed_signed(Words even, Words odd) {
+  return (Halves)_mm256_packs_epi32((__m256i)even, (__m256i)odd);
+}
+
+static inline Halves bytes_at(const uint8_t *at) {
+  return (Halves)_mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i *>(at)));
+}
+
+static inline Halves signed_bytes_at(const uint8_t *at) {
+  return (Halves)_mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i *>(at)));
+}
+
+static inline void put_bytes(uint8_t *at, Halves first, Halves second) { // the low byte of each
+  Halves a = first & 0xff, b = second & 0xff;
+  __m256i mixed = _mm256_permute4x64_epi64(_mm256_packus_epi16((__m256i)a, (__m256i)b), 0xd8);
+  _mm256_storeu_si256(reinterpret_cast<__m256i *>(at), mixed);
+}
+
+static inline Halves magnitude(Halves value) {
+  return (Halves)_mm256_abs_epi16((__m256i)value);
+}
+
+static inline Words signed_by(Words value, Words bits) { // minus the value where the sign bit is set; 0 where no bit is
+  return (Words)_mm256_sign_epi32((__m256i)value, (__m256i)bits);
+}
+
+static inline Floats root_of(Floats value) {
+  return (Floats)_mm256_sqrt_ps((__m256)value);
+}
+
+static inline Floats at_least(Floats value, Floats least) {
+  return (Floats)_mm256_max_ps((__m256)value, (__m256)least);
+}
+
+static inline __m256i half_of(Words a) {
+  return (__m256i)a;
+}
+
+static inline Words larger(Words a, Words b) { // as signed numbers
+  return (Words)_mm256_max_epi32((__m256i)a, (__m256i)b);
+}
+
+#endif
+
+static inline uint32_t largest(Words a) { // as signed numbers
+  __m256i eight = half_of(a);
+  __m128i four = _mm_max_epi32(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+  four = _mm_max_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+  return uint32_t(_mm_cvtsi128_si32(_mm_max_epi32(four, _mm_shuffle_epi32(four, 0xb1))));
+}
