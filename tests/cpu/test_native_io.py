@@ -226,7 +226,7 @@ def test_a_fork_is_told_that_the_threads_are_not_there(pool):
 
     def update() -> None:
         hyper = {"lr": 1.0, "beta1": 0.9, "beta2": 0.9, "eps": 1e-8, "weight_decay": 0.0, "step": 1, "threads": 2}
-        native.adamw_(flat[0], None, *flat[1:], **hyper)
+        native.update_("adam", flat[0], None, flat[1:3], (None, None), flat[3], **hyper)
 
     update()  # the team exists before the fork
     child = os.fork()
@@ -266,7 +266,7 @@ def test_wrong_arguments_name_what_was_found(pool, fd):
             native.io_start(count)
 
 
-@pytest.mark.parametrize("length", [0, 1, 7, 8, 9, 255, 2048 * 3 - 1, 2048 * 3, 2048 * 6 + 13, MIB])
+@pytest.mark.parametrize("length", [0, 1, 7, 8, 9, 255, 6143, 6144, 12301, 24575, 24576, 30733, MIB])
 def test_crc32c_is_the_published_one_by_instruction_and_by_table(length):
     """Against a bit-by-bit twin for short data and against the other way for long; RFC 3720's values too."""
     data = torch.randint(0, 256, (length + 3,), dtype=torch.uint8)[3:]
@@ -277,12 +277,12 @@ def test_crc32c_is_the_published_one_by_instruction_and_by_table(length):
         for known, wanted in ((b"123456789", 0xE3069283), (bytes(32), 0x8A9136AA), (b"\xff" * 32, 0x62A8AB43)):
             assert native.crc32c(torch.tensor(list(known), dtype=torch.uint8)) == wanted
     crc = 0xFFFFFFFF
-    for byte in data[: 20000 if length < 20000 else 0].tolist():
+    for byte in data[: 40000 if length < 40000 else 0].tolist():
         crc ^= byte
         for _ in range(8):
             crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
     assert len(found) == 1
-    if length < 20000:
+    if length < 40000:
         assert found == {crc ^ 0xFFFFFFFF}
 
 
