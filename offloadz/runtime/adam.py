@@ -1,41 +1,170 @@
-"""The plain torch twin of the native update, op by op, for tests; training never calls it.
+"""The plain twin of the native update, array by array, for tests; training never calls it.
 
-It leaves speed to `native.adamw_` (a pass per operation costs about ten times the memory traffic) and has its bits:
-both use only correctly rounded operations.  That is why the square root is numpy's: torch's, from MKL, is off by one
-unit in the last place for about 0.7 % of arguments.
+It leaves speed to `native.update_` (a pass per operation costs about ten times the memory traffic) and has its bits:
+both use only correctly rounded operations, numpy's square root among them (torch's, from MKL, is off by one unit in the
+last place for about 0.7 % of arguments).  The formats are told a second time here, from their description alone.
 """
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+BLOCK = 256
+FIRST, SECOND = 0x37900090, 0x2F900000
+"""Bits of the offset c of first moments, and of the smallest code of second moments."""
+SMALLEST = np.float32(2.0**-90)
 
-def adamw_reference(
-    master: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
+Floats = NDArray[np.float32]
+Words = NDArray[np.uint32]
+
+
+def update_reference(
+    rule: str,
+    weight: Tensor,
+    low: Tensor | None,
+    moments: tuple[Tensor, ...],
+    scales: tuple[Tensor | None, ...],
     grad: Tensor,
     *,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
     step: int,
+    lr: float,
+    beta1: float = 0.0,
+    beta2: float = 0.0,
+    eps: float = 0.0,
+    weight_decay: float = 0.0,
+    momentum: float = 0.0,
     grad_scale: float = 1.0,
+    seed: int = 0,
+    first_element: int = 0,
     decoupled: bool = True,
 ) -> None:
-    """One step in place on float32 tensors of one shape (`grad` may be bfloat16); arguments as in `native.adamw_`."""
-    numbers = [1 - lr * weight_decay, weight_decay, 1 - beta1, beta2, 1 - beta2]
-    numbers += [(1 - beta2**step) ** 0.5, eps, -(lr / (1 - beta1**step)), grad_scale]
-    keep, decay, w1, b2, w2, root, small, minus, scale = torch.tensor(numbers, dtype=torch.float64).float().unbind()
-    g = grad.float() * scale
+    """One step in place; arguments as in `native.update_`."""
+    one = np.float32
+    rounded = (weight.dtype == torch.bfloat16 and low is None) or any(m.dtype != torch.float32 for m in moments)
+    random, for_weight = random_words(seed, step, first_element, weight.numel() if rounded else 0)
+    p, g = _weights(weight, low), _wide(grad) * one(grad_scale)
+    kept = [_moment(moment, scale, k == 1) for k, (moment, scale) in enumerate(zip(moments, scales, strict=True))]
     if decoupled:
-        master.mul_(keep)
+        p = p * one(1 - lr * weight_decay)
     else:
-        g = g + decay * master
-    near = exp_avg + w1 * (g - exp_avg)
-    exp_avg.copy_(g - (g - exp_avg) * (1 - w1) if w1 >= 0.5 else near)  # torch's lerp starts from the nearer end
-    exp_avg_sq.copy_(exp_avg_sq * b2 + (w2 * g) * g)
-    denom = torch.from_numpy(np.sqrt(exp_avg_sq.numpy())) / root + small
-    master.add_((minus * exp_avg) / denom)
+        g = g + one(weight_decay) * p
+    if rule == "adam":
+        p = _adam(p, g, kept, step, lr, beta1, beta2, eps, bool(moments) and moments[0].dtype == torch.float32)
+    elif rule == "lion":
+        c = kept[0] * one(beta1) + one(1 - beta1) * g
+        p = p + np.sign(c) * one(-lr)
+        kept[0] = kept[0] * one(beta2) + one(1 - beta2) * g
+    else:
+        kept = [m * one(momentum) + g for m in kept]
+        p = p + one(-lr) * (kept[0] if kept else g)
+    for k, (moment, scale) in enumerate(zip(moments, scales, strict=True)):
+        _store_moment(moment, scale, kept[k], random >> 16 if k else random & 0xFFFF, k == 1)
+    _store_weights(weight, low, p, for_weight)
+
+
+def _adam(
+    p: Floats, g: Floats, kept: list[Floats], step: int, lr: float, beta1: float, beta2: float, eps: float, exact: bool
+) -> Floats:
+    """torch's order of operations for float32 moments; for rounded ones a product instead of the second division."""
+    one, (m, v) = np.float32, kept
+    w1, correction = one(1 - beta1), (1 - beta2**step) ** 0.5
+    near = m + w1 * (g - m)
+    m = g - (g - m) * (one(1) - w1) if exact and w1 >= 0.5 else near  # torch's lerp starts from the nearer end
+    v = v * one(beta2) + (one(1 - beta2) * g) * g
+    denom = (np.sqrt(v) / one(correction) if exact else np.sqrt(v) * one(1 / correction)) + one(eps)
+    kept[:] = [m, v]
+    return p + (one(-(lr / (1 - beta1**step))) * m) / denom
+
+
+def _mixed(x: int) -> int:
+    """The finaliser of SplitMix64."""
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) % 2**64
+    return x ^ (x >> 31)
+
+
+def random_words(seed: int, step: int, first_element: int, count: int) -> tuple[Words, Words]:
+    """For each element a word whose halves round the moments, and 16 bits for the weight."""
+    golden = 0x9E3779B97F4A7C15
+    a = _mixed((_mixed((seed + golden) % 2**64) + step * golden) % 2**64)
+    keys = [np.uint32(a % 2**32), np.uint32(a >> 32), np.uint32(_mixed((a + golden) % 2**64) % 2**32)]
+    element = ((np.arange(count, dtype=np.uint64) + np.uint64(first_element)) % 2**32).astype(np.uint32)
+    x = element * np.uint32(0x9E3779B1) + keys[0]
+    x = (x ^ (x >> 16)) * np.uint32(0x7FEB352D) + keys[1]
+    x = (x ^ (x >> 15)) * np.uint32(0x846CA68B)
+    return x, ((x ^ keys[2]) * np.uint32(0x9E3779B1)) >> 16
+
+
+def _bits(x: Floats) -> Words:
+    return np.ascontiguousarray(x).view(np.uint32)
+
+
+def _float(x: Words) -> Floats:
+    return x.astype(np.uint32).view(np.float32)
+
+
+def _halves(x: Tensor) -> Words:
+    return x.view(torch.int16).numpy().view(np.uint16).astype(np.uint32)
+
+
+def _put_halves(out: Tensor, x: Words) -> None:
+    out.view(torch.int16).numpy().view(np.uint16)[:] = x
+
+
+def _wide(x: Tensor) -> Floats:
+    return _float(_halves(x) << 16) if x.dtype == torch.bfloat16 else x.numpy().copy()
+
+
+def _weights(weight: Tensor, low: Tensor | None) -> Floats:
+    if low is None:
+        return _wide(weight)
+    below = _halves(low)
+    return _float(((_halves(weight) - (below >> 15)) << 16) | below)
+
+
+def _store_weights(weight: Tensor, low: Tensor | None, p: Floats, random: Words) -> None:
+    if weight.dtype == torch.float32:
+        weight.numpy()[:] = p
+        return
+    bits = np.where(np.isnan(p), np.uint32(0x7FC00000), _bits(p))
+    _put_halves(weight, (bits + (random if low is None else np.uint32(0x8000))) >> 16)
+    if low is not None:
+        _put_halves(low, bits & 0xFFFF)
+
+
+def _moment(moment: Tensor, scale: Tensor | None, second: bool) -> Floats:
+    return _wide(moment) if scale is None else decode(moment.numpy().view(np.uint8), scale.numpy(), second)
+
+
+def _store_moment(moment: Tensor, scale: Tensor | None, x: Floats, random16: Words, second: bool) -> None:
+    if scale is not None:
+        up = random16 * np.uint32(16) + np.uint32(8)
+        moment.numpy().view(np.uint8)[:], scale.numpy()[:] = encode(x, up, second)
+    elif moment.dtype == torch.bfloat16:
+        _put_halves(moment, (np.where(np.isnan(x), np.uint32(0x7FC00000), _bits(x)) + random16) >> 16)
+    else:
+        moment.numpy()[:] = x
+
+
+def encode(x: Floats, up: Words, second: bool) -> tuple[NDArray[np.uint8], Floats]:
+    """Codes and scales of `x`; `up` in [0, 2^20) says from where on a step is rounded up, 2^19 is to nearest."""
+    largest = np.maximum.reduceat(np.abs(x), np.arange(0, len(x), BLOCK)) if len(x) else np.abs(x)
+    scales = np.where(largest >= SMALLEST, largest, np.where(second & (largest > 0), SMALLEST, 0)).astype(np.float32)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        u = np.abs(x) * np.repeat(np.float32(1) / scales, BLOCK)[: len(x)]
+        least = _float(np.uint32([SECOND]))
+        base = SECOND if second else FIRST
+        u = np.where(u > least, u, least) if second else u + _float(np.uint32([FIRST]))
+    code = (_bits(u) + up - np.uint32(base)) >> 20
+    code = np.where(_bits(x) >> 31 & (not second), 256 - code, code)
+    return np.where(np.repeat(scales, BLOCK)[: len(x)] == 0, 0, code).astype(np.uint8), scales
+
+
+def decode(codes: NDArray[np.uint8], scales: Floats, second: bool) -> Floats:
+    """The float32 numbers that codes and scales stand for."""
+    k = codes.astype(np.int32) if second else codes.view(np.int8).astype(np.int32)
+    u = _float((np.abs(k).astype(np.uint32) << 20) + np.uint32(SECOND if second else FIRST))
+    u = u if second else u - _float(np.uint32([FIRST]))
+    x = u * np.repeat(scales, BLOCK)[: len(codes)]
+    return np.where(k < 0, -x, x)

@@ -168,31 +168,3 @@ def decode_moment_(out: Tensor, codes: Tensor, scales: Tensor, second: bool) -> 
     at = check_tensor("scales", scales, (torch.float32,), num_scales(out.numel()))
     check_apart(codes=codes, scales=scales, out=out)
     load_library().oz_decode_moment(to, of, at, out.numel(), second)
-
-
-def adamw_(
-    weight: Tensor,
-    low: Tensor | None,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    grad: Tensor,
-    *,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: int,
-    grad_scale: float = 1.0,
-    decoupled: bool = True,
-    threads: int,
-) -> None:
-    """AdamW with float32 moments and a float32 weight or master: `update_` of the recipe `fp32`."""
-    if low is None:
-        check_tensor("weight", weight, (torch.float32,))
-    for name, moment in (("exp_avg", exp_avg), ("exp_avg_sq", exp_avg_sq)):
-        check_tensor(name, moment, (torch.float32,))
-    hyper = {"lr": lr, "beta1": beta1, "beta2": beta2, "eps": eps, "weight_decay": weight_decay}
-    hyper |= {"grad_scale": grad_scale}
-    moments = (exp_avg, exp_avg_sq)
-    update_("adam", weight, low, moments, (None, None), grad, step=step, threads=threads, decoupled=decoupled, **hyper)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from offloadz.runtime import native
-from offloadz.runtime.adam import adamw_reference
+from offloadz.runtime.adam import update_reference
 
 TILE = 32768  # csrc/adam.cpp
 PIECE = 65536  # csrc/kernels.h
@@ -55,7 +55,12 @@ class State:
         return out
 
     def update(self, grad: torch.Tensor, step: int, threads: int, **hyper) -> None:
-        native.adamw_(self.weight, self.low, *self.moments, grad, step=step, threads=threads, **{**HYPER, **hyper})
+        both = {"step": step, **HYPER, **hyper}
+        native.update_("adam", self.weight, self.low, self.moments, (None, None), grad, threads=threads, **both)
+
+
+def adam_reference(master: torch.Tensor, moments: tuple[torch.Tensor, ...], grad: torch.Tensor, **hyper) -> None:
+    update_reference("adam", master, None, moments, (None, None), grad, **hyper)
 
 
 def bits(tensor: torch.Tensor) -> np.ndarray:
@@ -76,7 +81,7 @@ def test_every_size_start_thread_count_and_isa_has_the_bits_of_the_twin(split, g
         first = State(count, split)
         master, moments = first.master(), (torch.zeros(count), torch.zeros(count))
         for step, grad in enumerate(grads, 1):
-            adamw_reference(master, *moments, grad, step=step, grad_scale=0.37, **HYPER)
+            adam_reference(master, moments, grad, step=step, grad_scale=0.37, **HYPER)
         for isa, threads in itertools.product(native.isa_supported(), (1, 2)):
             native.select_isa(isa)
             start = random.Random(count).randrange(4)
@@ -97,7 +102,7 @@ def test_fifty_steps_with_both_decays_and_every_way_of_the_moments(decoupled, be
         hyper = {**HYPER, "beta1": betas[0], "beta2": betas[1]}
         for step in range(1, 51 if isa == native.isa_supported()[-1] else 4):
             grad = torch.randn(count, generator=torch.Generator().manual_seed(step)).to(torch.bfloat16)
-            adamw_reference(master, *moments, grad, step=step, decoupled=decoupled, **hyper)
+            adam_reference(master, moments, grad, step=step, decoupled=decoupled, **hyper)
             state.update(grad, step, threads=1 + step % 3, decoupled=decoupled, **hyper)
         assert same(state, master, moments), isa
 
@@ -142,14 +147,35 @@ def test_threads_do_not_inherit_a_callers_flushing_of_tiny_numbers():
 def wrong_arguments():
     good = State(64, True)
     grad = torch.zeros(64, dtype=torch.bfloat16)
-    base = {"weight": good.weight, "low": good.low, "exp_avg": good.moments[0], "exp_avg_sq": good.moments[1]}
+    base = {"rule": "adam", "weight": good.weight, "low": good.low, "moments": good.moments, "scales": (None, None)}
     base |= {"grad": grad, "step": 1, "threads": 1, **HYPER}
+    first, second = good.moments
+    codes, scale = torch.zeros(64, dtype=torch.uint8), torch.zeros(1)
     changes = {
         "grad": [grad.to(torch.float16), grad[:63], grad.double(), torch.zeros(128)[::2], grad.to("meta"), None, 3.0],
         "weight": [good.weight.float(), good.weight.half(), torch.zeros(65, dtype=torch.bfloat16)],
-        "low": [None, good.low.int(), good.low[1:]],
-        "exp_avg": [good.moments[0].bfloat16(), torch.zeros(8, 8).t()[:, :4], torch.zeros(64).to_sparse()],
-        "exp_avg_sq": [good.moments[0], good.moments[1].view(torch.int32)],
+        "low": [good.low.int(), good.low[1:]],
+        "rule": ["adamw", "", None],
+        "moments": [
+            (),
+            (first,),
+            (first, second, first),
+            *(
+                (m, second)
+                for m in (
+                    torch.zeros(8, 8).t()[:, :4],
+                    torch.zeros(64).to_sparse(),
+                    first.bfloat16(),
+                    first.double(),
+                    codes,
+                )
+            ),
+        ],
+        "exp_avg_sq": [first, second.view(torch.int32)],
+        "scales": [(), (None,), (scale, None), (None, scale)],
+        "seed": [1.5, 2**64],
+        "first_element": [-1, 0.5],
+        "momentum": [-1.0, float("nan")],
         "step": [0, -1, 1.5],
         "threads": [0, -1, 257, 2.0],
         "lr": [float("nan"), -1.0, float("inf")],
@@ -165,12 +191,30 @@ def wrong_arguments():
 @pytest.mark.parametrize("number", range(len(wrong_arguments())))
 def test_what_is_not_supported_is_an_error_that_names_the_argument(number):
     base, name, value = wrong_arguments()[number]
-    before = base["exp_avg"].clone()
-    # Without its low half a bfloat16 weight is the wrong one; a longer weight makes every other length wrong.
-    shown = {"low": "low|weight", "weight": "weight|65 are needed"}.get(name, name)
+    first = base["moments"][0]
+    before = first.clone()
+    if name == "exp_avg_sq":
+        name, value = "moments", (first, value)
+    # A longer weight makes every other length wrong.
+    shown = {"weight": "weight|65 are needed", "moments": "exp_avg"}.get(name, name)
     with pytest.raises(ValueError, match=shown):
-        native.adamw_(**{**base, name: value})
-    assert torch.equal(base["exp_avg"], before)
+        native.update_(**{**base, name: value})
+    assert torch.equal(first, before)
+
+
+def test_codes_need_their_scales():
+    good, grad = State(257, True), torch.zeros(257)
+    codes, scales = torch.zeros(257, dtype=torch.uint8), torch.zeros(2)
+    for wrong in (None, torch.zeros(1), torch.zeros(3), torch.zeros(2, dtype=torch.float64)):
+        with pytest.raises(ValueError, match="the scales of exp_avg_sq"):
+            arguments = (good.weight, good.low, (codes, codes.clone()), (scales, wrong), grad)
+            native.update_("adam", *arguments, step=1, threads=1, **HYPER)
+    with pytest.raises(ValueError, match=r"momentum is 0\.0 with 1 moments"):
+        native.update_("sgd", good.weight, good.low, (torch.zeros(257),), (None,), grad, step=1, threads=1, lr=1.0)
+    with pytest.raises(ValueError, match=r"(the scales of )?exp_avg and (the scales of )?exp_avg share"):
+        room = torch.zeros(264)
+        arguments = (good.weight, good.low, (room.view(torch.uint8)[:257],), (room[:2],), grad)
+        native.update_("lion", *arguments, step=1, threads=1, lr=1.0)
 
 
 def test_split_and_join_keep_every_bit():
