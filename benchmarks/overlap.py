@@ -55,6 +55,10 @@ class Throttled:
         """Write as fast as the drive goes."""
         self._inner.write(fd, buffer, nbytes, offset, crcs)
 
+    def fix(self, buffer: Tensor) -> bool:
+        """As the drive does."""
+        return self._inner.fix(buffer)
+
     def close(self) -> None:
         """End the threads."""
         self._inner.close()

@@ -91,7 +91,10 @@ class TrainConfig:
     )
     sample_tokens: int = _key(64, "int", "most tokens of a sample's answer", low=1, free=True)
     save_every: int | str = _key("30min", "every", "steps or time; 0: never in between", free=True)
-    keep: int = _key(2, "int", "checkpoints with optimizer state that stay", low=1, free=True)
+    keep: int = _key(
+        0, "int", "checkpoints with optimizer state that stay; 0: 2, or 1 where they are links to state on disk",
+        low=0, free=True,
+    )  # fmt: skip
     keep_weights: int = _key(0, "int", "weights-only exports kept besides", low=0, free=True)
     resume: str = _key("auto", "text", "auto | never | a checkpoint directory", free=True)
     resume_with: tuple[str, ...] = _key((), "texts", "keys allowed to differ from the checkpoint", free=True)

@@ -5,7 +5,8 @@ A tier owns one directory of one swap path (`swapdir.py`) with two areas: `state
 Left to others: which thread calls (reads and writes block, and several threads may call at once), and how bytes are
 moved (`tier.Transfer`, handed in and owned from then on).  The trade-off: checksums live in memory (8 bytes a MiB) and
 are taken of what was handed over, so a flipped bit is found when it is read and costs about one pass over the buffer;
-`checksum=False` saves that pass and keeps only the flag "never written".
+`checksum=False` saves that pass and keeps only the flag "never written".  With `copies` above 1 state extents exist
+that often and are crash-safe (`shadow.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ import json
 import logging
 import os
 import re
-import shutil
 import threading
 import weakref
 from itertools import groupby
@@ -24,8 +24,11 @@ from pathlib import Path
 
 import torch
 
+from offloadz.memory.copies import copy_file
 from offloadz.memory.direct import CACHE_STEP_BYTES, drop_cache, probe_direct
+from offloadz.memory.record import Saved
 from offloadz.memory.rows import RowReader
+from offloadz.memory.shadow import Shadow, make_durable
 from offloadz.memory.swapdir import Leftover, SwapDir, leftovers, remove
 from offloadz.memory.tier import (
     NEVER_WRITTEN,
@@ -58,9 +61,22 @@ class DiskTier:
     RAM-backed path, dead runs' leftovers); they are also logged.  `bytes_read` and `bytes_written` count what went
     over the bus, padding included.  Once made, the tier owns `io` and closes it.  Raises `ConfigError` where the
     directory is in use, `DiskFailed` where it cannot be written.
+
+    `copies`: of everything in `state/`; above 1 there is a `shadow`, and `adopt` may be state to go on from, with
+    `checkpoints` the directory of those that may hold links to it.
     """
 
-    def __init__(self, directory: str | Path, io: Transfer, *, checksum: bool = True, owner: str) -> None:
+    def __init__(
+        self,
+        directory: str | Path,
+        io: Transfer,
+        *,
+        checksum: bool = True,
+        owner: str,
+        copies: int = 1,
+        adopt: Saved | None = None,
+        checkpoints: Path | None = None,
+    ) -> None:
         self._io = io
         self.checksum = checksum
         self.bytes_read = 0
@@ -73,13 +89,14 @@ class DiskTier:
         self._tables: dict[Extent, torch.Tensor] = {}  # a checksum or a flag per piece
         self._count = threading.Lock()
         self._rows = RowReader()
-        self._swap = SwapDir(directory, owner)
+        self._swap = SwapDir(directory, owner, adopt.directory if adopt else None)
         self.path = self._swap.path
+        self.shadow = Shadow(self.path, copies, self._fds, adopt, checkpoints) if copies > 1 else None
         # Also at exit, and when an exception drops the tier; in a forked child it does nothing.
-        self._end = weakref.finalize(self, _abandon, self._fds, self._swap)
+        self._end = weakref.finalize(self, _abandon, self._fds, self._swap, self.shadow)
         try:
             for area in AREAS:
-                (self.path / area).mkdir(mode=0o700)
+                (self.path / area).mkdir(mode=0o700, exist_ok=True)
             self.probe = probe_direct(self.path)
         except OSError as error:
             self._end()
@@ -111,6 +128,10 @@ class DiskTier:
         """How bytes are moved and why not otherwise, for the line at the start."""
         return self._io.name
 
+    def fix(self, buffer: torch.Tensor) -> None:
+        """Say that `buffer` will be read into and written from again and again, and stays until `close`."""
+        self._io.fix(buffer)
+
     def reserve(self, area: str, name: str, nbytes: int) -> Extent:
         """Plan `nbytes` for `name` ("role/parameter or unit") in `area`; `allocate` then takes the room.
 
@@ -135,14 +156,19 @@ class DiskTier:
 
         Raises `DoesNotFit` with path, needed and free bytes (nothing of this call stays taken), or `DiskFailed`.
         """
+        if self.shadow is not None and self.shadow.adopt is not None and not self.shadow.copies.extents:
+            self._open_adopted(self.shadow)
+        ends = self._ends if self.shadow is None else self.shadow.files(self._ends)
         before = dict(self._sizes)
-        missing_bytes = sum(end - before.get(file, 0) for file, end in self._ends.items())
+        missing_bytes = sum(end - before.get(file, 0) for file, end in ends.items())
         free_bytes = disk_free(self.path)
         if missing_bytes > free_bytes:
             raise self._no_room(missing_bytes, free_bytes)
         try:
-            for file, end in self._ends.items():
+            for file, end in ends.items():
                 self._grow(file, before.get(file, 0), end)
+            if self.shadow is not None:
+                make_durable(self.path)
         except OSError as error:
             for file, fd in self._fds.items():
                 os.ftruncate(fd, before.get(file, 0))
@@ -153,8 +179,25 @@ class DiskTier:
             text = f"{os.strerror(number)}: reserving {missing_bytes} bytes in {self.path} failed"
             raise DiskFailed(number, text) from error
         for extent in self._pending:
-            self._tables[extent] = torch.full((extent.num_pieces,), NEVER_WRITTEN, dtype=torch.int64)
+            if self.shadow is not None and extent.file.startswith("state/"):
+                if extent not in self.shadow.copies:
+                    self.shadow.copies.add(extent)
+            else:
+                self._tables[extent] = torch.full((extent.num_pieces,), NEVER_WRITTEN, dtype=torch.int64)
         self._pending.clear()
+
+    def _open_adopted(self, shadow: Shadow) -> None:
+        """The files of state to go on from, with room wherever there are holes."""
+        ends = {file: end for file, end in self._ends.items() if file.startswith("state/")}
+        there = shadow.take_over([e for e in self._pending if e.file.startswith("state/")], ends)
+        for file, length in there.items():
+            try:
+                self._grow(file, 0, length)
+            except OSError as error:
+                number = error.errno or errno.EIO
+                if number in (errno.ENOSPC, errno.EDQUOT):
+                    raise self._no_room(length, disk_free(self.path)) from error
+                raise DiskFailed(number, f"{os.strerror(number)}: reserving {self.path / file} failed") from error
 
     def _no_room(self, missing_bytes: int, free_bytes: int) -> DoesNotFit:
         return DoesNotFit(
@@ -185,17 +228,18 @@ class DiskTier:
         `rounded(nbytes)` long; the padding reads as zeros, and so do pieces never written.  Raises `DamagedState`
         (a checksum differs) or `DiskFailed`.
         """
-        nbytes, table = self._checked(extent, buffer, nbytes, offset)
+        nbytes = self._checked(extent, buffer, nbytes, offset)
+        file, table = self._spot(extent, nbytes, offset)
         done = 0
         for flag, group in groupby(table.tolist(), key=lambda entry: NOT_CHECKED if entry >= 0 else entry):
             run = min(sum(PIECE_BYTES for _ in group), rounded(nbytes) - done)
             if flag == NOT_WHOLE:
-                raise self._not_whole(extent, offset + done)
+                raise self._not_whole(extent, file, offset + done)
             if flag == NEVER_WRITTEN:
                 # Not `zero_`: torch would start a team of threads for this lane (see `runtime/lanes.py`).
                 ctypes.memset(buffer.data_ptr() + done, 0, run)
             else:
-                self._move("read", extent, buffer[done : done + run], offset + done, table[done // PIECE_BYTES :])
+                self._move("read", extent, file, buffer[done : done + run], offset + done, table[done // PIECE_BYTES :])
                 with self._count:
                     self.bytes_read += run
             done += run
@@ -204,14 +248,18 @@ class DiskTier:
         """Write `nbytes` of the uint8 `buffer` at `offset` of `extent`; bounds as in `read`.
 
         The padding behind `nbytes` in `buffer` is set to zero first.  Until the call has returned the pieces count as
-        not whole: where it fails (`DiskFailed`), reading them is `DamagedState` until they are written again.
+        not whole: where it fails (`DiskFailed`), reading them is `DamagedState` until they are written again.  An
+        extent that exists in copies is written whole.
         """
-        nbytes, table = self._checked(extent, buffer, nbytes, offset)
+        if self.shadow is not None and extent in self.shadow.copies and nbytes not in (None, extent.nbytes):
+            raise ValueError(f"disk tier: {extent.label!r} exists in copies and is written whole, not {nbytes} bytes")
+        nbytes = self._checked(extent, buffer, nbytes, offset)
+        file, table = self._spot(extent, nbytes, offset, writing=True)
         length = rounded(nbytes)
         buffer[nbytes:length].zero_()
         table.fill_(NOT_WHOLE)
         fresh = torch.full_like(table, NOT_CHECKED)
-        self._move("write", extent, buffer[:length], offset, fresh)
+        self._move("write", extent, file, buffer[:length], offset, fresh)
         table.copy_(fresh)
         with self._count:
             self.bytes_written += length
@@ -224,13 +272,23 @@ class DiskTier:
         """
         self._rows.read_rows(self.read, extent, row_bytes, first_byte, rows, out)
 
-    def _checked(
-        self, extent: Extent, buffer: torch.Tensor, nbytes: int | None, offset: int
-    ) -> tuple[int, torch.Tensor]:
-        """The length of a transfer, once it is known to be possible, and its part of the checksum table."""
+    def _spot(self, extent: Extent, nbytes: int, offset: int, writing: bool = False) -> tuple[str, torch.Tensor]:
+        """The file a transfer goes to or comes from, and its part of the checksum table."""
+        file, table = extent.file, self._tables.get(extent)
+        if self.shadow is not None and table is None:
+            copies = self.shadow.copies
+            copy = copies.to_write(extent) if writing else copies.newest(extent)
+            file, table = copy_file(extent.file, copy), copies.table(extent, copy)
+        assert table is not None  # `_checked` has looked
+        first = offset // PIECE_BYTES
+        return file, table[first : first + -(-nbytes // PIECE_BYTES)]
+
+    def _checked(self, extent: Extent, buffer: torch.Tensor, nbytes: int | None, offset: int) -> int:
+        """The length of a transfer, once it is known to be possible."""
         nbytes = extent.nbytes - offset if nbytes is None else nbytes
         where = f"disk tier: {extent.label!r} ({extent.nbytes} bytes)"
-        if extent.file not in self._fds or extent not in self._tables:
+        known = extent in self._tables or (self.shadow is not None and extent in self.shadow.copies)
+        if not self._fds or not known:
             raise ValueError(f"{where} has no room: the tier is closed, or allocate() was not called after reserve()")
         if offset < 0 or nbytes < 0 or offset + nbytes > extent.nbytes:
             raise ValueError(f"{where}: {nbytes} bytes at {offset} do not lie in it")
@@ -243,13 +301,14 @@ class DiskTier:
             raise ValueError(f"{where}: the buffer has {buffer.numel()} bytes, needs {length} (whole pages)")
         if length and buffer.data_ptr() % PAGE_BYTES:
             raise ValueError(f"{where}: the buffer's address is no multiple of {PAGE_BYTES}; take it from a HostPool")
-        first = offset // PIECE_BYTES
-        return nbytes, self._tables[extent][first : first + -(-nbytes // PIECE_BYTES)]
+        return nbytes
 
-    def _move(self, operation: str, extent: Extent, buffer: torch.Tensor, offset: int, table: torch.Tensor) -> None:
+    def _move(
+        self, operation: str, extent: Extent, file: str, buffer: torch.Tensor, offset: int, table: torch.Tensor
+    ) -> None:
         """One run of pieces: in one transfer if direct, else in steps that keep the page cache small."""
         step = max(1, buffer.numel()) if self.probe.direct else CACHE_STEP_BYTES
-        fd = self._fds[extent.file]
+        fd = self._fds[file]
         move = self._io.read if operation == "read" else self._io.write
         for start in range(0, buffer.numel(), step):
             part = buffer[start : start + step]
@@ -262,14 +321,14 @@ class DiskTier:
                     drop_cache(fd, at, part.numel(), operation == "write")
             except TransferDamaged as error:
                 raise DamagedState(
-                    f"{extent.label}: file {self.path / extent.file} is damaged at byte {error.offset}: the piece read"
+                    f"{extent.label}: file {self.path / file} is damaged at byte {error.offset}: the piece read"
                     f" has CRC32C {error.found:#010x}, {error.expected:#010x} was written; the state cannot be trusted,"
                     " go back to the last checkpoint and check the drive"
                 ) from error
             except OSError as error:
-                raise self._failed(operation, extent, at, part.numel(), error) from error
+                raise self._failed(operation, extent, file, at, part.numel(), error) from error
 
-    def _failed(self, operation: str, extent: Extent, at: int, wanted: int, error: OSError) -> DiskFailed:
+    def _failed(self, operation: str, extent: Extent, file: str, at: int, wanted: int, error: OSError) -> DiskFailed:
         found = 0
         if isinstance(error, TransferFailed):
             operation, at, wanted, found = error.operation, error.offset, error.wanted_bytes, error.found_bytes
@@ -278,13 +337,13 @@ class DiskTier:
         free = f", {disk_free(self.path)} bytes are free" if number in (errno.ENOSPC, errno.EDQUOT) else ""
         return DiskFailed(
             number,
-            f"{operation} of {extent.label} failed: {reason}; file {self.path / extent.file}, offset {at}, wanted"
+            f"{operation} of {extent.label} failed: {reason}; file {self.path / file}, offset {at}, wanted"
             f" {wanted} bytes, found {found}{free}",
         )
 
-    def _not_whole(self, extent: Extent, offset: int) -> DamagedState:
+    def _not_whole(self, extent: Extent, file: str, offset: int) -> DamagedState:
         return DamagedState(
-            f"{extent.label}: file {self.path / extent.file} at byte {extent.offset + offset} was left half-written by"
+            f"{extent.label}: file {self.path / file} at byte {extent.offset + offset} was left half-written by"
             " a write that failed (or is still under way); go back to the last checkpoint"
         )
 
@@ -292,7 +351,7 @@ class DiskTier:
         """End the transfers' threads, close the files and remove the directory; calling it twice is allowed.
 
         `keep_state=True` keeps `state/` on disk, flushed, with `extents.json` (place, length, label and checksums of
-        every extent); `scratch/` goes in any case.
+        every extent); `scratch/` goes in any case.  State in copies that is `shadow.worth_keeping` stays by itself.
         """
         if not self._end.alive:
             return
@@ -301,7 +360,8 @@ class DiskTier:
         try:
             if keep_state:
                 self._write_index()
-                shutil.rmtree(self.path / "scratch")
+            elif self.shadow is not None and not self.shadow.worth_keeping:
+                self.shadow.give_room_back()
         except OSError as error:
             number = error.errno or errno.EIO
             text = f"{os.strerror(number)}: the index of the state in {self.path} could not be written; its files stay"
@@ -327,9 +387,10 @@ class DiskTier:
             os.fsync(index.fileno())
 
 
-def _abandon(fds: dict[str, int], swap: SwapDir) -> None:
-    """What must happen even if nobody calls `close`: descriptors closed, directory gone (unless kept before)."""
+def _abandon(fds: dict[str, int], swap: SwapDir, shadow: Shadow | None) -> None:
+    """What must happen even if nobody calls `close`: descriptors closed, directory gone (unless kept before, or its
+    state is newer than every checkpoint)."""
     for fd in fds.values():
         os.close(fd)
     fds.clear()
-    swap.remove()
+    swap.remove(shadow is not None and shadow.worth_keeping)

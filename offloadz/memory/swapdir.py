@@ -11,21 +11,23 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import json
 import os
 import shutil
 import socket
 import stat
 import time
-import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
 from offloadz.plan.errors import ConfigError
+from offloadz.plan.paths import PREFIX, directory_of, owner_name
 
-PREFIX = "offloadz-"
+__all__ = ["STATE", "Leftover", "SwapDir", "leftovers", "owner_name", "remove"]
+
 OWNER_FILE = "owner.json"
+STATE = "state"
+"""What outlives a run where it is worth keeping."""
 _LOCK_TRIES = 5  # somebody who only looks for leftovers holds a lock for microseconds
 _LOCK_WAIT_S = 0.05
 
@@ -46,28 +48,22 @@ class Leftover:
         )
 
 
-def owner_name(output: str | Path | None) -> str:
-    """Who owns a run's swap directory: its output directory, or this process alone where there is none."""
-    if output is None or not str(output):
-        return f"pid {os.getpid()} {uuid.uuid4().hex}"
-    return str(Path(output).absolute())
-
-
 class SwapDir:
     """A run's directory in `swap`, made (or taken over from a dead run of the same owner), emptied and locked.
 
-    Raises `ConfigError` where a live run holds it or the path cannot be used; `path` is mode 0700.
+    Raises `ConfigError` where a live run holds it or the path cannot be used; `path` is mode 0700.  `keep`: an entry
+    that is not to be emptied (`state/` that a run goes on from).
     """
 
-    def __init__(self, swap: str | Path, owner: str) -> None:
+    def __init__(self, swap: str | Path, owner: str, keep: Path | None = None) -> None:
         self.swap = Path(swap).absolute()
         self.owner = owner
-        self.path = self.swap / (PREFIX + hashlib.sha256(owner.encode()).hexdigest()[:12])
+        self.path = directory_of(swap, owner)
         self._pid = os.getpid()
         try:
             self.swap.mkdir(parents=True, exist_ok=True)
             self._lock = self._take()
-            self.taken_over_bytes = _clear(self.path)
+            self.taken_over_bytes = _clear(self.path, keep)
             note = {"owner": owner, "pid": self._pid, "host": socket.gethostname(), "started": time.time()}
             os.ftruncate(self._lock, 0)
             os.pwrite(self._lock, json.dumps(note).encode(), 0)
@@ -102,10 +98,12 @@ class SwapDir:
         )
 
     def remove(self, keep: bool = False) -> None:
-        """Let go of the directory; all of it is removed, or nothing if `keep`.  Nothing happens in a forked child."""
+        """Let go of the directory; all of it is removed, or all but `state/` if `keep`.  Nothing in a forked child."""
         if self._lock < 0 or os.getpid() != self._pid:
             return
-        if not keep:
+        if keep:
+            _clear(self.path, self.path / STATE)
+        else:
             _remove_locked(self.path)
         lock, self._lock = self._lock, -1
         fcntl.flock(lock, fcntl.LOCK_UN)  # said aloud: a forked child may hold the same open file
@@ -198,13 +196,13 @@ def _size_bytes(path: Path) -> int:
     return total
 
 
-def _clear(path: Path) -> int:
-    """Remove everything but the owner file; how many bytes that was."""
+def _clear(path: Path, keep: Path | None = None) -> int:
+    """Remove everything but the owner file and `keep`; how many bytes that was."""
     removed_bytes = 0
     if not path.exists():  # somebody has removed it under the run
         return 0
     for entry in path.iterdir():
-        if entry.name == OWNER_FILE:
+        if entry.name == OWNER_FILE or entry == keep:
             continue
         if entry.is_dir() and not entry.is_symlink():
             removed_bytes += _size_bytes(entry)

@@ -46,6 +46,11 @@ class Extent:
         """How many checksums cover it."""
         return -(-self.nbytes // PIECE_BYTES)
 
+    @property
+    def room_bytes(self) -> int:
+        """Bytes it takes in its file: whole pages."""
+        return rounded(self.nbytes)
+
 
 class TransferFailed(OSError):
     """A transfer ended short or with an error number; `DiskTier` turns it into `DiskFailed` with names and path.
@@ -87,6 +92,9 @@ class Transfer(Protocol):
 
     def write(self, fd: int, buffer: torch.Tensor, nbytes: int, offset: int, crcs: torch.Tensor | None) -> None:
         """Write the first `nbytes` of `buffer` at `offset` of `fd`."""
+
+    def fix(self, buffer: torch.Tensor) -> bool:
+        """Say that transfers will use this memory again and again and that it stays until `close`; False: no gain."""
 
     def close(self) -> None:
         """End the threads."""

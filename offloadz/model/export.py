@@ -22,7 +22,8 @@ from offloadz.memory.flat import DTYPES, spans
 from offloadz.model.aside import appearing, clean_leftovers, require_room, write_text
 from offloadz.model.conversion import Cut, Layout
 from offloadz.model.files import StreamReader, StreamWriter
-from offloadz.model.manifest import BUFFERS, MODEL, WEIGHTS, read_manifest, verify
+from offloadz.model.linked import open_tensors
+from offloadz.model.manifest import BUFFERS, MODEL, read_manifest, verify
 from offloadz.model.sources import INDEX_FILE, SINGLE_FILE
 from offloadz.model.weights import Names, declare_untied, names_of
 from offloadz.plan.errors import ConfigError, DamagedState
@@ -198,7 +199,7 @@ class CheckpointStock(Stock):
     def __init__(self, directory: Path) -> None:
         told = read_manifest(directory)
         verify(directory, told)
-        self._directory = directory
+        self._directory, self._told = directory, told
         self.written: dict[str, str] = told["written"]
         self.cuts: dict[str, Cut] = {name: Cut.from_told(cut) for name, cut in told.get("cuts", {}).items()}
         self._buffer_names: dict[str, str] = told.get("buffer_names", {})
@@ -207,7 +208,7 @@ class CheckpointStock(Stock):
         }
 
     def pieces(self, dtype: str) -> Iterator[tuple[str, int, Tensor]]:
-        with StreamReader(self._directory / WEIGHTS) as reader:
+        with open_tensors(self._directory, self._told) as (reader, _):
             for name in self.storage:
                 target = exported_dtype(self, name, dtype)
                 split = self.storage[name][1] == "bfloat16" and reader.entries[name].dtype == torch.float32

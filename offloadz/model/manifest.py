@@ -11,7 +11,7 @@ from __future__ import annotations
 import base64
 import json
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from offloadz.plan.errors import DamagedState
 
 MANIFEST = "manifest.json"
 FORMAT = "offloadz checkpoint 1"
+LINKED_FORMAT = "offloadz linked checkpoint 1"
 WEIGHTS = "weights.safetensors"
 MOMENTS = "optimizer.safetensors"
 BUFFERS = "model/buffers.safetensors"
@@ -32,15 +33,22 @@ MODEL = "model"
 NEEDED = ("order", "step", "parameters", "written", "files", "small_files", "steps", "groups", "random", "extra")
 
 
-def write_manifest(directory: Path, told: Mapping[str, Any], records: Mapping[str, FileRecord]) -> None:
-    """Write the list of a finished directory: what `told` says, the records, and all small files in `model/`."""
-    small = {}
+def write_manifest(
+    directory: Path, told: Mapping[str, Any], records: Mapping[str, FileRecord], small: Sequence[str] = ()
+) -> None:
+    """Write the list of a finished directory: what `told` says, the records, and the small files: all in `model/`, and
+    those named."""
+    small_files = {}
+    for name in small:
+        data = (directory / name).read_bytes()
+        small_files[name] = [len(data), zlib.crc32(data)]
     for path in sorted((directory / MODEL).iterdir()):
         if path.suffix != ".safetensors":
             data = path.read_bytes()
-            small[f"{MODEL}/{path.name}"] = [len(data), zlib.crc32(data)]
+            small_files[f"{MODEL}/{path.name}"] = [len(data), zlib.crc32(data)]
     files = {name: asdict(record) for name, record in records.items()}
-    body = encode({**told, "format": FORMAT, "files": files, "small_files": small})
+    form = LINKED_FORMAT if "linked" in told else FORMAT
+    body = encode({**told, "format": form, "files": files, "small_files": small_files})
     body["checksum"] = _checksum(body)
     write_text(directory / MANIFEST, json.dumps(body, indent=1) + "\n")
 
@@ -53,7 +61,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     try:
         body = json.loads(path.read_text(encoding="utf-8"))
         stated = body.pop("checksum")
-        if body.get("format") != FORMAT:
+        if body.get("format") not in (FORMAT, LINKED_FORMAT):
             raise DamagedState(f"{path} is of format {body.get('format')}, this version reads {FORMAT}")
         if _checksum(body) != stated:
             raise DamagedState(f"{path} is not the one that was written (CRC-32)")
@@ -70,6 +78,7 @@ def verify(directory: Path, told: Mapping[str, Any]) -> None:
     """Compare every file of a checkpoint with its list, sizes first; DamagedState names the first that differs."""
     sizes = {name: record["size_bytes"] for name, record in told["files"].items()}
     sizes |= {name: size for name, (size, _) in told["small_files"].items()}
+    sizes |= told.get("linked", {})
     for name, size in sizes.items():
         path = directory / name
         if not path.is_file():
@@ -81,6 +90,11 @@ def verify(directory: Path, told: Mapping[str, Any]) -> None:
             raise DamagedState(f"{directory / name} is not the one that was written (CRC-32)")
     for name, record in told["files"].items():
         verify_file(directory / name, FileRecord(**record))
+    if "linked" in told:
+        from offloadz.model.linked import SavedState  # it names the files of this list
+
+        with SavedState(directory) as state:
+            state.verify()
 
 
 def encode(value: Any) -> Any:

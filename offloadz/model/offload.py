@@ -17,9 +17,11 @@ from torch import nn
 from offloadz.memory.disk import DiskTier
 from offloadz.memory.flat import spans
 from offloadz.memory.host import map_large_blocks
+from offloadz.memory.record import Saved
 from offloadz.memory.swapdir import owner_name
 from offloadz.model.blocks import BlockSeat
 from offloadz.model.body import Body
+from offloadz.model.flips import adoptable, begin
 from offloadz.model.head import HeadSeat, LossHead
 from offloadz.model.optimizer import KINDS as OPTIMIZERS
 from offloadz.model.optimizer import AdamW, RunOptimizer, Settings
@@ -79,6 +81,8 @@ def offload(
     io: str = "auto",
     poison: bool = False,
     output: str | Path | None = None,
+    copies: int = 1,
+    adopt: Path | None = None,
 ) -> Run:
     """Offload a module; returns the run that trains it.
 
@@ -93,8 +97,11 @@ def offload(
     `slots`, `sweeps`: 0 leaves them to the plan.  `max_grad_norm`: 0 is off.  `commit`: auto or hold, or in_place
     (updates as gradients come, nothing kept: only without clipping, and an error within a step ends the run).
     `keep_float32`, `freeze`: name patterns.  `host_memory`: most bytes.  `threads`: of updates.  `seed`: of dropout and
-    stochastic rounding.  `poison`: see docs.  `checksum`: CRC32C of every MiB on disk.  `io`: how its bytes move:
-    auto | io_uring | threads.
+    stochastic rounding.  `poison`: see docs.
+    `copies`: of parameters and optimizer state where both are on disk; from 2 on a step is there whole or not at all,
+    from 3 on `run.save` makes hard links to one.  `adopt`: a directory of such state to take over instead of weights
+    (CannotGoOn where it does not fit as it lies); what else it holds is for `model.state` to put back.
+    `checksum`: CRC32C of every MiB on disk.  `io`: how its bytes move, auto | io_uring | threads.
 
     Raises ConfigError for what is not built or wrong, DoesNotFit with numbers, before a weight is read.
     """
@@ -115,13 +122,13 @@ def offload(
         micro_batch_size=micro_batch_size, sweeps=sweeps, slots=slots, parameters=parameters, gradients=gradients,
         optimizer=optimizer_state, activations=activations, swap=bool(paths), commit=commit,
         disk_free=disk_free(paths[0]) if paths else None, host_memory=host_memory, threads=threads,
-        random=isinstance(source_of(model), RandomSource), score_copies=_score_copies(model),
+        random=isinstance(source_of(model), RandomSource), score_copies=_score_copies(model), copies=copies,
     )  # fmt: skip
     plan = _settled(plan, drawn.spec, wishes)
     source = source_of(model) or ModuleSource(model)
-    room = _furnish(drawn.spec, plan, paths, checksum, io, output)
+    room = _furnish(drawn.spec, plan, paths, _Drive(checksum, io, output, adopt))
     session = Session(room, poison=poison, seed=seed)
-    run = _stand_in(model, drawn, plan, Stage(session, model, seed), source, updates)
+    run = _stand_in(model, drawn, plan, Stage(session, model, seed), None if adopt else source, updates)
     run.stage.micro_rows = micro_batch_size or (plan.micro_batch_size if batch_size else 0)
     run.sweeps = sweeps or (plan.sweeps if batch_size else 1)
     return run
@@ -183,14 +190,38 @@ def _score_copies(model: nn.Module) -> int:
     return score_copies(getattr(config, "_attn_implementation", None) or "sdpa", told) if told else 0
 
 
-def _furnish(spec: ModelSpec, plan: Plan, paths: list[Path], checksum: bool, io: str, output: Any) -> Room:
-    """The room of a plan, its buffers made and its extents reserved."""
-    check_io(io)
+@dataclass(frozen=True)
+class _Drive:
+    """How a swap path is used: `adopt` is a directory of state to take over instead of filling it."""
+
+    checksum: bool
+    io: str
+    output: str | Path | None
+    adopt: Path | None
+
+    def open(self, path: Path, copies: int, saved: Saved | None) -> DiskTier:
+        transfer = transfer_for(path, self.io)
+        checkpoints = Path(self.output) / "checkpoints" if self.output else None
+        try:
+            return DiskTier(
+                path, transfer, checksum=self.checksum, owner=owner_name(self.output), copies=copies, adopt=saved,
+                checkpoints=checkpoints,
+            )  # fmt: skip
+        except BaseException:
+            transfer.close()
+            raise
+
+
+def _furnish(spec: ModelSpec, plan: Plan, paths: list[Path], drive: _Drive) -> Room:
+    """The room of a plan, its buffers made and its extents reserved or taken over."""
+    check_io(drive.io)
     placement = replace(plan.placement, storage=spec.dtype, accumulate=plan.sweeps > 1)
     on_disk = "disk" in (placement.parameters, placement.gradients, placement.optimizer, placement.activations)
     if on_disk and not paths:
         raise ConfigError("something is placed on disk and swap is empty; name a directory in offload.swap")
-    disk = _drive(paths[0], checksum, io, output) if on_disk else None
+    copies = placement.copies if placement.flips else 1
+    saved = adoptable(drive.adopt, spec, copies) if drive.adopt else None
+    disk = drive.open(paths[0], copies, saved) if on_disk else None
     room = Room(spec, placement, disk)
     try:
         room.build(plan.batch.tokens_per_micro * spec.hidden_size * ITEM_BYTES[placement.compute])
@@ -200,23 +231,19 @@ def _furnish(spec: ModelSpec, plan: Plan, paths: list[Path], checksum: bool, io:
     return room
 
 
-def _drive(path: Path, checksum: bool, io: str, output: Any) -> DiskTier:
-    transfer = transfer_for(path, io)
-    try:
-        return DiskTier(path, transfer, checksum=checksum, owner=owner_name(output))
-    except BaseException:
-        transfer.close()
-        raise
-
-
-def _stand_in(model: nn.Module, drawn: Outline, plan: Plan, stage: Stage, source: Source, updates: RunUpdates) -> Run:
-    """Stand-ins where the blocks were and weights at home; all is put back where that fails."""
+def _stand_in(
+    model: nn.Module, drawn: Outline, plan: Plan, stage: Stage, source: Source | None, updates: RunUpdates
+) -> Run:
+    """Stand-ins where the blocks were and weights at home (no source: they are); all is put back where that fails."""
     seats: list[SeatLike] = []
     try:
         for index, module in enumerate(drawn.modules):
             seats.append(_seat(stage, index, module, drawn))  # refuses what is not built before a weight is read
-        fill(stage.session, source)
-        return _assemble(model, drawn, plan, stage, seats, updates)
+        if source is not None:
+            fill(stage.session, source)
+        run = _assemble(model, drawn, plan, stage, seats, updates)
+        begin(run)
+        return run
     except BaseException:
         for seat in seats:
             seat.body.stand_out()

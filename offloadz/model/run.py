@@ -78,6 +78,10 @@ class Run:
     max_grad_norm: float = 1.0
     threads: int = 1
     report: StepReport = field(default_factory=lambda: StepReport(0))
+    progress: Callable[[], Mapping[str, Any]] = dict
+    """Asked when a step is decided, where it ends with a flip: what its caller wants back at a resume behind it."""
+    before_flip: Callable[[], None] = lambda: None
+    """Called on a lane before a flip: what must be on the drive by then."""
     _began_s: float = 0.0
     _before: dict[str, float] = field(default_factory=dict)
     _closed: bool = False
@@ -218,12 +222,12 @@ class Run:
         if not self.report.skipped:
             squares = self.session.finish(self._scatter)
             self._judge(math.sqrt(squares) if squares >= 0 and math.isfinite(squares) else float("nan"))
+        self._note_times()
         self.optimizer.in_update = True
         try:
             self.optimizer.step()
         finally:
             self.optimizer.in_update = False
-        self._note_times()
         self._give_up_rows()
 
     def _judge(self, norm: float) -> None:
@@ -310,15 +314,16 @@ class Run:
         self._mark()
 
     def save(self, path: str | Path, portable: bool = False) -> Path:
-        """Write a checkpoint (safetensors of logical fp32 tensors, a manifest last) to the directory `path`.
+        """Write a checkpoint to the directory `path`, its manifest last; any placement can load it.
 
-        Every checkpoint is of this form now, which any placement and machine can load, so `portable=True` asks for
-        what is done anyway; False leaves room for state on disk to be linked instead of copied.
+        Where the state is on disk in copies (`copies` of 3 and more) and `path` lies on the same file system, it is
+        hard links, which take no time and stay valid whatever the run does.  Elsewhere, and with `portable`, it is
+        safetensors of logical fp32 tensors, which can be copied to any machine.
         """
         from offloadz.model.state import save_state
 
         self.flush()
-        return save_state(Path(path), self)
+        return save_state(Path(path), self, portable=portable)
 
     def load(self, path: str | Path) -> None:
         """Load a checkpoint made by `save` under any placement."""

@@ -9,28 +9,42 @@ these can be read by any placement and any reader of safetensors.
 
 from __future__ import annotations
 
-import random
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy
 import torch
 
 from offloadz.memory.flat import spans
+from offloadz.model import flips
 from offloadz.model.aside import appearing, require_room
 from offloadz.model.export import RunStock, master_of
 from offloadz.model.files import FileRecord, StreamReader, StreamWriter
+from offloadz.model.linked import Tensors, open_tensors
 from offloadz.model.manifest import BUFFERS, MANIFEST, MODEL, MOMENTS, WEIGHTS, read_manifest, verify, write_manifest
+from offloadz.model.told import check_groups, fill_buffers, moving_of, restore, static_of, write_buffers
 from offloadz.plan.errors import ConfigError
 from offloadz.plan.footprint import EXTRA_ROOM_BYTES
 from offloadz.runtime.rest import set_weight
 
+log = logging.getLogger("offloadz")
+
 Planned = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
-def save_state(target: Path, run: Any, extra: Mapping[str, Any] | None = None, order: int = 0) -> Path:
+def save_state(
+    target: Path,
+    run: Any,
+    extra: Mapping[str, Any] | None = None,
+    order: int = 0,
+    portable: bool = False,
+    going: tuple[Path, ...] = (),
+) -> Path:
     """Write one checkpoint directory at `target`, whole or not at all; an earlier checkpoint there is replaced.
+
+    Where the state is on disk in copies it is hard links to them, unless `portable` asks for safetensors or no copy
+    would be left to write to; `going`: checkpoints that the caller removes afterwards.
 
     `extra`: what the caller wants back from `load_state` (plain values, tensors, arrays); its `step`, where it has one,
     names the state.  `order` decides which of several is the newest: steps repeat when a run goes on from an older one.
@@ -40,6 +54,11 @@ def save_state(target: Path, run: Any, extra: Mapping[str, Any] | None = None, o
     if target.exists() and any(target.iterdir()) and not (target / MANIFEST).is_file():
         raise ConfigError(f"{target} exists and is no checkpoint; choose another directory")
     extra = dict(extra or {})
+    if not portable and flips.shadow_of(run) is not None:
+        reason = flips.cannot_link(run, target, going)
+        if not reason:
+            return flips.save_linked(target, run, extra, order)
+        log.warning("%s is written out as safetensors instead of linked: %s", target, reason)
     stock = RunStock(run)
     weights, moments = _planned(stock)
     buffers = stock.buffers()
@@ -48,70 +67,39 @@ def save_state(target: Path, run: Any, extra: Mapping[str, Any] | None = None, o
         (scratch / MODEL).mkdir(mode=0o700)
         stock.write_small_files(scratch / MODEL, None)
         records = _write_state(scratch, run, weights, moments)
-        records[BUFFERS] = _write_buffers(scratch / BUFFERS, buffers)
-        write_manifest(scratch, _told(stock, run, extra, order), records)
+        records[BUFFERS] = write_buffers(scratch / BUFFERS, buffers)
+        # Asked for after the state was streamed, when all updates are counted.
+        write_manifest(scratch, {**static_of(stock), **moving_of(run, extra), "order": order}, records)
     return target
 
 
-def load_state(path: Path, run: Any, *, checked: bool = False) -> dict[str, Any]:
+def load_state(path: Path, run: Any, *, checked: bool = False, adopted: bool = False) -> dict[str, Any]:
     """Put a checkpoint into a run of any placement, restore random states and group settings; returns `extra`.
 
-    `checked`: every byte has just been compared with the manifest, so it need not be done again.  Raises DamagedState
-    for the files, ConfigError that lists missing, extra and misshapen tensors; both before the run's state is touched.
+    `checked`: every byte has just been compared with the manifest, so it need not be done again.  `adopted`: the run
+    has taken the checkpoint's files over as its own state, and only the rest is put back.  Raises DamagedState for the
+    files, ConfigError that lists missing, extra and misshapen tensors; both before the run's state is touched.
     """
     path = Path(path)
     told = read_manifest(path)
-    if not checked:
+    if not (checked or adopted):
         verify(path, told)
     stock = RunStock(run)
-    with StreamReader(path / WEIGHTS) as weights, StreamReader(path / MOMENTS) as moments:
-        _require_match(path, stock, weights, moments, told)
-        _check_groups(run, told["groups"])
-        for view in run.session.parts(write=True):
-            _fill(view, weights, moments)
-    _fill_buffers(path / BUFFERS, stock.buffers_in_place())
-    run.session.steps.clear()
-    run.session.steps.update({name: int(count) for name, count in told["steps"].items()})
-    run.session.step = int(told["step"])
-    _restore_groups(run, told["groups"])
-    set_random_states(told["random"])
-    extra: dict[str, Any] = told["extra"]
-    return extra
+    check_groups(run, told["groups"])
+    if not adopted:
+        with open_tensors(path, told) as (weights, moments):
+            _require_match(path, stock, weights, moments)
+            for view in run.session.parts(write=True):
+                _fill(view, weights, moments)
+    with StreamReader(path / BUFFERS) as reader:
+        fill_buffers(stock.buffers_in_place(), {name: reader.read(name) for name in reader.entries})
+    return restore(run, told)
 
 
-def random_states() -> dict[str, Any]:
-    """The states of Python's, numpy's and torch's CPU generators, as plain values and tensors."""
-    return {
-        "python": random.getstate(),
-        "numpy": numpy.random.get_state(legacy=True),
-        "torch": torch.get_rng_state(),
-    }
-
-
-def set_random_states(states: Mapping[str, Any]) -> None:
-    """Put back what `random_states` gave."""
-    random.setstate(states["python"])
-    numpy.random.set_state(states["numpy"])
-    torch.set_rng_state(states["torch"])
-
-
-def _told(stock: RunStock, run: Any, extra: dict[str, Any], order: int) -> dict[str, Any]:
-    """What the manifest says besides files; asked for after the state was streamed, when all updates are counted."""
-    return {
-        "order": order,
-        "step": int(extra.get("step", getattr(run.session, "step", 0))),
-        "written": stock.written,
-        "cuts": {name: cut.told() for name, cut in stock.cuts.items()},
-        "buffer_names": {name: stock.buffer_name(name) for name in stock.buffers_in_place()},
-        "parameters": {
-            name: {"shape": list(shape), "storage": kept, "trainable": trained}
-            for name, (shape, kept, trained) in stock.tensors.items()
-        },
-        "steps": dict(run.session.steps),
-        "groups": _groups_of(run),
-        "random": random_states(),
-        "extra": extra,
-    }
+def load_flip(told: Mapping[str, Any], run: Any) -> dict[str, Any]:
+    """Put back what a flip told (`flips.told_of`) into a run that has taken its state over; returns `extra`."""
+    fill_buffers(RunStock(run).buffers_in_place(), told["buffers"])
+    return restore(run, told)
 
 
 def _planned(stock: RunStock) -> tuple[Planned, Planned]:
@@ -142,17 +130,7 @@ def _write_state(scratch: Path, run: Any, weights: Planned, moments: Planned) ->
             writer.close()
 
 
-def _write_buffers(path: Path, buffers: Mapping[str, torch.Tensor]) -> FileRecord:
-    writer = StreamWriter(path, {name: (b.dtype, tuple(b.shape)) for name, b in buffers.items()})
-    try:
-        for name, buffer in buffers.items():
-            writer.write(name, 0, buffer.reshape(-1))
-        return writer.finish()
-    finally:
-        writer.close()
-
-
-def _fill(view: Any, weights: StreamReader, moments: StreamReader) -> None:
+def _fill(view: Any, weights: Tensors, moments: Tensors) -> None:
     """Read one part's weights and state from the files into its views, tensor by tensor."""
     for span in spans(view.unit, view.part):
         name, first, cut = span.member.name, span.first_element, span.part_slice
@@ -162,15 +140,7 @@ def _fill(view: Any, weights: StreamReader, moments: StreamReader) -> None:
             moment[cut].copy_(moments.read(f"{name}.{kind}", first, value.numel()))
 
 
-def _fill_buffers(path: Path, buffers: Mapping[str, torch.Tensor]) -> None:
-    with StreamReader(path) as reader, torch.no_grad():
-        for name, buffer in buffers.items():
-            buffer.copy_(reader.read(name).view(buffer.shape))
-
-
-def _require_match(
-    path: Path, stock: RunStock, weights: StreamReader, moments: StreamReader, told: Mapping[str, Any]
-) -> None:
+def _require_match(path: Path, stock: RunStock, weights: Tensors, moments: Tensors) -> None:
     """ConfigError where checkpoint and run do not hold the same tensors."""
     wanted_weights, wanted_moments = _planned(stock)
     _require_moments(path, stock, moments)
@@ -194,7 +164,7 @@ def _require_match(
         raise ConfigError(f"the checkpoint {path} is of another model or other frozen weights; {'; '.join(problems)}")
 
 
-def _require_moments(path: Path, stock: RunStock, moments: StreamReader) -> None:
+def _require_moments(path: Path, stock: RunStock, moments: Tensors) -> None:
     """ConfigError where the checkpoint has the moments of another rule; their format never matters."""
     kept = {name.rpartition(".")[2] for name in moments.entries}
     if kept and stock.moments and kept != set(stock.moments):
@@ -202,23 +172,6 @@ def _require_moments(path: Path, stock: RunStock, moments: StreamReader) -> None
             f"the checkpoint {path} holds {' and '.join(sorted(kept))}, this optimizer keeps "
             f"{' and '.join(stock.moments)}: the moments of one rule say nothing to another; set optimizer.name back"
         )
-
-
-def _groups_of(run: Any) -> list[dict[str, Any]]:
-    """Settings of the optimizer's groups without their parameters."""
-    groups = getattr(getattr(run, "optimizer", None), "param_groups", [])
-    return [{key: value for key, value in group.items() if key not in ("params", "names")} for group in groups]
-
-
-def _check_groups(run: Any, saved: list[dict[str, Any]]) -> None:
-    here = getattr(getattr(run, "optimizer", None), "param_groups", [])
-    if len(here) != len(saved):
-        raise ConfigError(f"optimizer.groups: the checkpoint has {len(saved)} groups, this run has {len(here)}")
-
-
-def _restore_groups(run: Any, saved: list[dict[str, Any]]) -> None:
-    for group, settings in zip(getattr(getattr(run, "optimizer", None), "param_groups", []), saved, strict=True):
-        group.update(settings)
 
 
 def _size(planned: Planned) -> int:

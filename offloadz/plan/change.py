@@ -59,7 +59,7 @@ def _changes(asked: Asked, host_peak: int) -> Iterator[tuple[str, Change]]:
         yield "train.micro_batch_size = 1", _wish(micro_batch_size=1)
     if 0 < wishes.sweeps < wishes.batch_size:
         yield f"offload.sweeps = {wishes.batch_size}", _wish(sweeps=wishes.batch_size)
-    if wishes.keep > 1:
+    if wishes.keep != 1:
         yield "train.keep = 1", _wish(keep=1)
     if wishes.host_memory is not None:
         yield f'offload.host_memory = "{human(host_peak, up=True)}"', _wish(host_memory=host_peak)

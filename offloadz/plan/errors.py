@@ -27,3 +27,7 @@ class DamagedState(RuntimeError):
 
 class UpdateFailed(RuntimeError):
     """An update of an earlier step failed after that step had returned; the message names the step."""
+
+
+class CannotGoOn(RuntimeError):
+    """State on disk that is whole cannot become that of this run as it lies there; the message says why."""

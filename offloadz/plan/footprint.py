@@ -111,12 +111,14 @@ def footprint(
     export_item_bytes: int = 2,
     reading_bytes: int = 0,
     random: bool = False,
+    linked: bool = False,
 ) -> Footprint:
     """Bytes of data, load, step, save and export.
 
     `keep`: checkpoints that stay (one more exists while a new one is written).  `export_item_bytes`: per element of the
     exported directory.  `reading_bytes`: beside the interpreter while data are read (`reading`); they are given back
-    before the weights come.  `random`: the weights are drawn, one module at a time.
+    before the weights come.  `random`: the weights are drawn, one module at a time.  `linked`: checkpoints are hard
+    links to the state on disk, whose copies for them are counted there.
     """
     rest = _at_rest(spec, placement)
     base = {"interpreter": baseline_bytes, "staging": STAGING_BYTES}
@@ -138,7 +140,8 @@ def footprint(
     still = {"host": {**base, **rest["host"], **passing}, "device": rest["device"], "disk": rest["disk"]}
     # Slots are one allocation whose pages stay once they were written, so they count while a checkpoint is saved.
     resting = {"host": still["host"] | {k: v for k, v in step["host"].items() if k.startswith("slots")}}
-    kept_checkpoints = {"checkpoints": (keep + 1) * checkpoint_bytes(spec), "room beside them": EXTRA_ROOM_BYTES}
+    written = 0 if linked else (keep + 1) * checkpoint_bytes(spec)
+    kept_checkpoints = {"checkpoints": written, "room beside them": EXTRA_ROOM_BYTES}
     save = {**still, **resting, "checkpoint": kept_checkpoints}
     export = {**still, **resting, "checkpoint": {"final": spec.num_elements * export_item_bytes}}
     data = {"host": {"interpreter": baseline_bytes, "tokenizer and records": reading_bytes}}

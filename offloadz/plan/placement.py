@@ -34,8 +34,20 @@ class Placement:
     """Dtype of the working weights at rest."""
     accumulate: bool = False
     """Several backward passes add to a gradient before it is rounded (sweeps, several `run.backward`)."""
+    copies: int = 1
+    """Times that everything in the swap path's `state/` exists: 1, or 2 and one for each checkpoint held by links."""
     commit: str = "hold"
     """When updates become final: `hold` (once the whole gradient is known) or `in_place` (as each gradient comes)."""
+
+    @property
+    def state_on_disk(self) -> bool:
+        """Whether all that an update changes lies in the swap path: what can be flipped, and linked, as a whole."""
+        return self.parameters == self.optimizer == "disk"
+
+    @property
+    def flips(self) -> bool:
+        """Whether a step ends with a record that makes it the valid state on disk."""
+        return self.copies > 1 and self.state_on_disk and self.commit == "hold"
 
     @property
     def widens(self) -> bool:
@@ -128,7 +140,7 @@ def rests(spec: ModelSpec, placement: Placement, unit: int) -> bool:
 
 
 def home_bytes(spec: ModelSpec, placement: Placement) -> dict[str, dict[str, int]]:
-    """Bytes at rest per tier and kind (activations apart: they depend on the batch)."""
+    """Bytes at rest per tier and kind (activations apart: they depend on the batch); on disk in all copies."""
     sizes = {
         "parameters": sum(u.weight_bytes for u in spec.units),
         "gradients": sum(
@@ -138,5 +150,6 @@ def home_bytes(spec: ModelSpec, placement: Placement) -> dict[str, dict[str, int
     }
     homes: dict[str, dict[str, int]] = {tier: {} for tier in TIERS}
     for kind, nbytes in sizes.items():
-        homes[getattr(placement, kind)][kind] = nbytes
+        copies = placement.copies if kind != "gradients" and placement.flips else 1
+        homes[getattr(placement, kind)][kind] = nbytes * copies
     return homes

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 from offloadz.plan.change import TO_DISK, Asked, smallest_change
 from offloadz.plan.change import human as human
+from offloadz.plan.copies import copies_reason, copy_choices, linked, num_kept
 from offloadz.plan.errors import ConfigError
 from offloadz.plan.footprint import BASELINE_BYTES, Batch, Footprint, computation, footprint
 from offloadz.plan.machine import Machine
@@ -59,6 +61,9 @@ class Wishes:
     score_copies: int = 0
     """See `footprint.score_copies`."""
     keep: int = 2
+    copies: int = 1
+    """`keep`: 0 is 2 checkpoints, or 1 where they are links.  `copies`: of the state on disk; 0 is as many as fit."""
+    linkable: bool = False  # checkpoints may be links to the state on disk: one file system, and checksums
     threads: int = 0
     baseline_bytes: int = BASELINE_BYTES
     export_item_bytes: int = 2
@@ -95,6 +100,8 @@ class Plan:
     disk_written_per_step: int = 0
     smallest_tokens_per_step: int | None = None
     rates_source: str = ""
+    keep: int = 2
+    """Checkpoints that stay."""
     recipe: str = "fp32"
     """Format of the optimizer's state."""
     recipe_told: str = ""
@@ -119,6 +126,11 @@ class Plan:
         return self.placement.slots
 
     @property
+    def linked(self) -> bool:
+        """Whether checkpoints are hard links to the state on disk."""
+        return linked(self.placement)
+
+    @property
     def bytes(self) -> dict[str, dict[str, int]]:
         """Bytes per tier and phase."""
         return self.footprint.bytes
@@ -141,6 +153,7 @@ class Plan:
         found = {key: getattr(self, key) for key in same}
         found["placement"] = {kind: getattr(self.placement, kind) for kind in KINDS}
         found["compute"], found["storage"] = self.placement.compute, self.placement.storage
+        found["copies"], found["keep"], found["linked"] = self.placement.copies, self.keep, self.linked
         found["terms"] = self.footprint.terms
         found["reasons"] = list(self.reasons)
         days = 86400 / self.step_s if self.step_s else 0.0
@@ -231,15 +244,25 @@ def _first_that_fits(
 ) -> tuple[_Candidate, str]:
     """The first candidate that fits and "", or the one that lacks least and what it lacks."""
     closest: tuple[int, str, _Candidate] | None = None
-    for candidate in _candidates(spec, machine, wishes, limits):
-        lacking = _lacking(candidate.footprint, limits, machine, wishes)
-        if not lacking:
-            return candidate, ""
-        excess = sum(nbytes for nbytes, _ in lacking)
-        if closest is None or excess < closest[0]:
-            closest = (excess, lacking[0][1], candidate)
+    for largest in _candidates(spec, machine, wishes, limits):
+        for candidate in chain([largest], _fewer_copies(spec, largest, wishes)):
+            lacking = _lacking(candidate.footprint, limits, machine, wishes)
+            if not lacking:
+                return candidate, ""
+            excess = sum(nbytes for nbytes, _ in lacking)
+            if closest is None or excess < closest[0]:
+                closest = (excess, lacking[0][1], candidate)
+            if candidate.footprint.peak["host"] > (limits["host"] or 0):
+                break  # fewer copies only help the drive
     assert closest is not None  # the first rung of the ladder is always there
     return closest[2], closest[1]
+
+
+def _fewer_copies(spec: ModelSpec, largest: _Candidate, wishes: Wishes) -> Iterator[_Candidate]:
+    """A candidate with its state on disk in fewer and fewer copies."""
+    for copies in copy_choices(largest.placement, wishes.keep, wishes.copies, wishes.linkable)[1:]:
+        placement = replace(largest.placement, copies=copies)
+        yield replace(largest, placement=placement, footprint=_footprint(spec, placement, largest.batch, wishes))
 
 
 def _lacking(
@@ -288,11 +311,12 @@ def _ladder(spec: ModelSpec, machine: Machine, wishes: Wishes) -> Iterator[Place
             continue
         if kind:
             chosen[kind] = "disk"
-        yield Placement(
+        placement = Placement(
             parameters=chosen["parameters"], gradients=chosen["gradients"], optimizer=chosen["optimizer"],
             activations=chosen["activations"], unified=machine.unified, compute=wishes.compute, storage=spec.dtype,
             accumulate=wishes.sweeps > 1, commit="in_place" if wishes.commit == "in_place" else "hold",
         )  # fmt: skip
+        yield replace(placement, copies=copy_choices(placement, wishes.keep, wishes.copies, wishes.linkable)[0])
 
 
 def _sized(
@@ -323,7 +347,8 @@ def _reasonable(
 def _footprint(spec: ModelSpec, placement: Placement, batch: Batch, wishes: Wishes) -> Footprint:
     return footprint(
         spec, placement, batch,
-        baseline_bytes=wishes.baseline_bytes, keep=wishes.keep, export_item_bytes=wishes.export_item_bytes,
+        baseline_bytes=wishes.baseline_bytes, keep=wishes.keep or 2, linked=linked(placement),
+        export_item_bytes=wishes.export_item_bytes,
         reading_bytes=wishes.reading_bytes, random=wishes.random,
     )  # fmt: skip
 
@@ -346,6 +371,7 @@ def _describe(
         rates_source=machine.rates_source,
         recipe=chosen.recipe.state,
         recipe_told=chosen.recipe.told(chosen.placement.storage),
+        keep=num_kept(chosen.placement, wishes.keep),
     )
 
 
@@ -357,6 +383,8 @@ def _reasons(chosen: _Candidate, wishes: Wishes, limits: dict[str, int | None]) 
         if why == "memory has room" and tier == "disk":
             why = f"it does not fit in the {human(limits['host'] or 0)} of memory with the kinds before it"
         yield f"{kind} on {tier}: {why}"
+    if chosen.placement.state_on_disk:
+        yield copies_reason(chosen.placement, wishes.copies, wishes.linkable)
     slots = "as configured" if wishes.slots else "double buffering" if chosen.placement.slots > 1 else "two do not fit"
     yield f"slots {chosen.placement.slots}: {slots}"
     tokens = chosen.batch.tokens_per_micro

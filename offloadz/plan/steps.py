@@ -293,12 +293,16 @@ class Script:
         self.phase = phase
 
     def updates(self, units: tuple[int, ...]) -> None:
+        """The updates of `units` that are due; behind a step's last, its flip (it follows all stores by its lane)."""
         phase, self.phase = self.phase, "update"
+        due = bool(self.pending)
         for unit in units:
             if unit in self.pending:
                 self.pending.remove(unit)
                 for part in self.spec.units[unit].trained_parts:
                     self.update(unit, part)
+        if due and not self.pending and self.placement.flips:
+            self.emit("disk_write", "flip")
         self.phase = phase
 
     def update(self, unit: int, part: int, arrived: tuple[str, ...] = ()) -> None:

@@ -18,6 +18,7 @@ from offloadz.plan.errors import ConfigError
 from offloadz.plan.footprint import reading, score_copies
 from offloadz.plan.headers import find_directory, model_spec, read_config
 from offloadz.plan.machine import Machine, disk_free, probe_machine
+from offloadz.plan.paths import directory_of, owner_name
 from offloadz.plan.recipes import recipe_of
 from offloadz.plan.search import Plan, Wishes, decide
 from offloadz.plan.spec import ModelSpec
@@ -84,6 +85,7 @@ def wishes_of(config: Config, model_config: dict[str, Any]) -> Wishes:
     attention = "sdpa" if config.model.attention == "auto" else config.model.attention
     swap = Path(offload.swap[0]) if offload.swap else None
     output = Path(train.output) if train.output else None
+    same_drive = swap is not None and output is not None and _drive(swap) == _drive(output)
     return Wishes(
         batch_size=train.batch_size,
         max_length=config.data.max_length,
@@ -96,28 +98,36 @@ def wishes_of(config: Config, model_config: dict[str, Any]) -> Wishes:
         activations=offload.activations,
         commit=offload.commit,
         swap=swap is not None,
-        disk_free=_room(swap, output),
-        checkpoint_free=_room(output, output),
-        same_drive=swap is not None and output is not None and _drive(swap) == _drive(output),
+        disk_free=_room(swap, swap, output),
+        checkpoint_free=_room(output, swap, output),
+        same_drive=same_drive,
         host_memory=offload.host_memory_bytes,
         device_memory=offload.device_memory_bytes,
         score_copies=score_copies(attention, model_config),
         keep=train.keep,
+        copies=0,
+        linkable=same_drive and offload.checksum,
         threads=offload.threads,
         export_item_bytes=4 if config.model.dtype == "float32" else 2,
     )
 
 
-def _room(place: Path | None, output: Path | None) -> int | None:
+def _room(place: Path | None, swap: Path | None, output: Path | None) -> int | None:
     """Free bytes where `place` is, with what an earlier run of the same output holds there."""
     if place is None:
         return None
-    own = _held(output / "checkpoints") if output is not None and _drive(place) == _drive(output) else 0
-    return disk_free(place) + own
+    own = []
+    if output is not None and _drive(place) == _drive(output):
+        own.append(output / "checkpoints")
+    if swap is not None and output is not None and _drive(place) == _drive(swap):
+        own.append(directory_of(swap, owner_name(output)))
+    return disk_free(place) + _held(own)
 
 
-def _held(directory: Path) -> int:
-    return sum(entry.stat().st_blocks * 512 for entry in directory.rglob("*") if entry.is_file())
+def _held(directories: Sequence[Path]) -> int:
+    """Bytes on disk; a file that has several names counts once."""
+    files = (entry.stat() for directory in directories for entry in directory.rglob("*") if entry.is_file())
+    return sum({(told.st_dev, told.st_ino): told.st_blocks * 512 for told in files}.values())
 
 
 def _drive(place: Path) -> int:

@@ -6,7 +6,7 @@ plan's table and this room cannot disagree.  It moves nothing: `actions.py` does
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,6 +58,10 @@ class Room:
     """(unit, part) to the sum of squares of its rounded gradient."""
     due: dict[str, tuple[dict[str, Any], ...]] = field(default_factory=dict)
     """Parameter name to the settings of the updates that are due (one, or none for a parameter without a gradient)."""
+    told: dict[str, Any] = field(default_factory=dict)
+    """What the flip of the decided step tells besides the state: JSON, of no concern to this room."""
+    before_flip: Callable[[], None] = lambda: None
+    """Called on the lane before a flip: what must be on the drive when the flip is."""
     spare: list[Extent] = field(default_factory=list)
     """Extents of saved inputs that grew out of them."""
     pools: list[HostPool] = field(default_factory=list)
@@ -82,6 +86,10 @@ class Room:
         self.slots = {name: pool.take(name, nbytes) for name, nbytes in sizes.items()}
         self.homes = {key: pool.take(f"{key[0]}{key[1]}", nbytes) for key, nbytes in homes.items()}
         self._reserve()
+        if self.disk is not None:
+            for name, slot in self.slots.items():
+                if not name.startswith("compute."):
+                    self.disk.fix(slot)
 
     def _home_sizes(self) -> Iterator[tuple[tuple[str, int], int]]:
         for kind, (_, _, name) in ROLES.items():
@@ -247,6 +255,13 @@ class Room:
         if self.disk is not None:
             self.disk.allocate()
 
+    def flip(self) -> None:
+        """Make what was written since the last flip the valid state on disk."""
+        if self.drive.shadow is None:
+            raise RuntimeError("a flip was planned and the state is not in copies")
+        self.before_flip()
+        self.drive.shadow.flip(self.told)
+
     def forget_inputs(self) -> None:
         """The step is over: nothing will ask for its inputs again."""
         self.live.clear()
@@ -256,7 +271,9 @@ class Room:
         """Give all memory back; scratch goes, state too unless it is to be kept."""
         for held in (self.slots, self.homes, self.live, self.saved, self.shapes, self.squares, self.due):
             held.clear()  # type: ignore[attr-defined]
-        for pool in (*self.pools, *([self.grown] if self.grown else [])):
-            pool.close()
-        if self.disk is not None:
-            self.disk.close(keep_state)
+        try:
+            if self.disk is not None:
+                self.disk.close(keep_state)  # first: it holds on to the slots it was told of
+        finally:
+            for pool in (*self.pools, *([self.grown] if self.grown else [])):
+                pool.close()

@@ -89,6 +89,8 @@ class Session:
         """What lays settings ready for a unit whose gradient is updated from as it comes (`commit = "in_place"`)."""
         self.tables_used: dict[int, None] = {}
         """Trained table seats looked up in this step, in order."""
+        self.tell: Callable[[], dict[str, object]] | None = None
+        """What is to be known of a decided step besides its state, where it ends with a flip."""
         self._programs: dict[object, Program] = {}
 
     def begin(self, verb: str, seat: int, micros: int, graded: bool, call: int = -1) -> Turn:
@@ -204,6 +206,8 @@ class Session:
         self.last_step = self.history or self.last_step
         self._drain()
         self.frontier.clear()  # all lanes are idle; frozen weights would gather readers for ever
+        if units and self.tell is not None:
+            self.room.told = self.tell()  # now and not at the flip: by then the caller is in its next step
         self.room.due, self.pending, self.due_step = due, units, self.step
 
     def prime(self) -> None:

@@ -1,8 +1,9 @@
 """The run directory at the start of a run: is it free, which checkpoint to go on from, is there anything left to do.
 
-Nothing is written here but the directory itself.  What a checkpoint holds is `model/state.py`'s, which ones are kept
-`checkpoint.py`'s.  The trade-off: a run directory is held by a lock on the directory, which dies with the process
-whatever ends it; where a network file system locks no directories, two runs in one output are not noticed.
+The later of two is gone on from: the newest checkpoint that is whole, or the state that the last flip of a killed run
+left in the swap path.  What either holds is `model/state.py`'s and `flips.py`'s, which ones are kept `checkpoint.py`'s.
+The trade-off: a run directory is held by a lock on the directory, which dies with the process whatever ends it; where
+a network file system locks no directories, two runs in one output are not noticed.
 """
 
 from __future__ import annotations
@@ -11,16 +12,21 @@ import fcntl
 import json
 import os
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from offloadz.config import config_differences, config_from_tables
-from offloadz.model.aside import write_text
+from offloadz.memory.record import FLIP_FILE, Saved, read_saved
+from offloadz.memory.swapdir import STATE
+from offloadz.model.aside import clean_leftovers, write_text
+from offloadz.model.flips import told_of
 from offloadz.model.manifest import read_manifest, verify
-from offloadz.plan.errors import ConfigError
-from offloadz.train.checkpoint import newest_valid
+from offloadz.plan.errors import CannotGoOn, ConfigError, DamagedState
+from offloadz.plan.paths import directory_of, owner_name
+from offloadz.train.checkpoint import from_flip, newest_order, newest_valid
 
 if TYPE_CHECKING:
     from offloadz.config import Config
@@ -29,12 +35,66 @@ FINISHED = "finished.json"
 """Written behind the export: says for which step `final/` was made."""
 
 
-def find_start(config: Config, output: Path, say: Callable[[str], None]) -> Path | None:
+@dataclass(frozen=True)
+class Start:
+    """Where a run goes on: a checkpoint, or the state that a dead run's last flip left on disk."""
+
+    path: Path
+    step: int
+    flip: Saved | None = None
+    linked: bool = False
+    """Whether the path holds files that a run may take over instead of copying them."""
+
+    def __str__(self) -> str:
+        return f"the state on disk in {self.path}" if self.flip else str(self.path)
+
+
+def find_start(config: Config, output: Path, say: Callable[[str], None]) -> Start | None:
+    """What to go on from: the newest checkpoint, every byte of it checked, or newer state in the swap path.
+
+    Raises ConfigError where the configuration is another.
+    """
+    if config.train.resume == "auto":
+        clean_leftovers(output / "checkpoints", "step-*")
+        start = flipped_start(config, output, say)
+        if start is not None:
+            return start
+    return checkpoint_start(config, output, say)
+
+
+def flipped_start(config: Config, output: Path, say: Callable[[str], None]) -> Start | None:
+    """The flipped state of this output in a swap path, if it is whole, of this configuration and the newest."""
+    for swap in config.offload.swap:
+        place = directory_of(swap, owner_name(output)) / STATE
+        if not (place / FLIP_FILE).exists():
+            continue
+        try:
+            saved = read_saved(place)
+            told = told_of(saved)
+            step, order = int(told["step"]), int(told["extra"]["order"])
+        except (DamagedState, OSError, KeyError, TypeError, ValueError) as error:
+            say(f"resume: the state on disk in {place} is left out: {error}")
+            continue
+        newest = newest_order(output / "checkpoints")
+        if newest > order + 1 or (newest == order + 1 and not _is_of_step(output / "checkpoints", newest, step)):
+            continue  # a later run went on without it
+        try:
+            _require_same(config, place, told["extra"], say)
+        except ConfigError as error:
+            if not newest:
+                raise
+            say(f"resume: the state on disk in {place}, step {step}, is left out: {error}")
+            continue
+        return Start(place, step, saved, linked=True)
+    return None
+
+
+def checkpoint_start(config: Config, output: Path, say: Callable[[str], None]) -> Start | None:
     """The checkpoint to go on from, every byte of it checked; ConfigError where the configuration is another."""
     chosen, found = config.train.resume, output / "checkpoints"
     if chosen == "never":
         if any(found.glob("step-*")):
-            say(f"resume: never; checkpoints in {found} stay until {config.train.keep} new ones replace them")
+            say(f"resume: never; checkpoints in {found} stay until new ones replace them")
         return None
     if chosen == "auto":
         start, rejected = newest_valid(found)
@@ -46,16 +106,53 @@ def find_start(config: Config, output: Path, say: Callable[[str], None]) -> Path
             raise ConfigError(f'train.resume = "{chosen}" is no directory; needed: auto, never or a checkpoint')
         verify(start, read_manifest(start))
     if start is not None:
-        _require_same(config, start, say)
-    elif any(found.glob("step-*")):
+        told = read_manifest(start)
+        _require_same(config, start, told["extra"], say)
+        return Start(start, int(told["step"]), linked="linked" in told)
+    if any(found.glob("step-*")):
         raise ConfigError(
             f'no checkpoint in {found} is valid; set train.resume = "never" to begin again, or another train.output'
         )
-    return start
+    return None
 
 
-def _require_same(config: Config, start: Path, say: Callable[[str], None]) -> None:
-    extra = read_manifest(start)["extra"]
+def instead_of(start: Start, reason: str, config: Config, keep: int, say: Callable[[str], None]) -> Start | None:
+    """What to go on from where state cannot be taken over as it lies: a checkpoint to be read, made of it if need be.
+
+    Raises ConfigError where nothing else is there: then the state stays.
+    """
+    if start.flip is None:
+        return replace(start, linked=False)
+    output = Path(config.train.output)
+    try:
+        made = from_flip(start.flip, output / "checkpoints", keep)
+    except CannotGoOn as error:
+        say(f"resume: {start}, step {start.step}, is left out: {reason}; {error}")
+        other = checkpoint_start(config, output, say)
+        if other is None:
+            raise ConfigError(
+                f"{start}, step {start.step}, cannot be gone on from: {reason}; {error}. There is no checkpoint; put "
+                'the configuration back, or set train.resume = "never" to begin again'
+            ) from error
+        return replace(other, linked=False)
+    say(f"resume: {start} became {made}, to be read from there: {reason}")
+    verify(made, read_manifest(made))
+    return Start(made, start.step)
+
+
+def _is_of_step(checkpoints: Path, order: int, step: int) -> bool:
+    """Whether the checkpoint of this order holds this step: then it was made of the state that is on disk."""
+    for path in checkpoints.glob("step-*"):
+        try:
+            told = read_manifest(path)
+        except (DamagedState, OSError):
+            continue
+        if int(told["order"]) == order:
+            return int(told["step"]) == step
+    return False
+
+
+def _require_same(config: Config, start: Path, extra: Mapping[str, Any], say: Callable[[str], None]) -> None:
     if "config" not in extra or "loader" not in extra:
         raise ConfigError(f"{start} was not written by `offloadz train`; it holds no place in the data to go on from")
     old = config_from_tables(tomllib.loads(extra["config"]))
@@ -76,9 +173,9 @@ def _require_same(config: Config, start: Path, say: Callable[[str], None]) -> No
         say(f"resume: {line} (allowed by train.resume_with)")
 
 
-def is_finished(output: Path, start: Path, num_steps: int) -> bool:
+def is_finished(output: Path, start: Start, num_steps: int) -> bool:
     """Whether the checkpoint is the last one and its export is there."""
-    if int(read_manifest(start)["step"]) < num_steps or not (output / "final").is_dir():
+    if start.step < num_steps or not (output / "final").is_dir():
         return False
     try:
         return int(json.loads((output / FINISHED).read_text())["step"]) == num_steps

@@ -11,9 +11,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from offloadz.memory.record import Saved
 from offloadz.model.aside import clean_leftovers, remove_directory
+from offloadz.model.flips import checkpoint_of, shadow_of
 from offloadz.model.manifest import MANIFEST, read_manifest, verify
-from offloadz.model.state import load_state, random_states, save_state, set_random_states
+from offloadz.model.state import load_state, save_state
+from offloadz.model.told import random_states, set_random_states
 from offloadz.plan.errors import ConfigError, DamagedState
 
 __all__ = ["load_checkpoint", "newest_valid", "random_states", "save_checkpoint", "set_random_states"]
@@ -37,11 +40,40 @@ def save_checkpoint(directory: Path, run: Any, extra: Mapping[str, Any], keep: i
     target = directory / f"step-{int(extra['step']):06d}"
     if target.exists() and not (target / MANIFEST).is_file():
         remove_directory(target)  # it has our name and was never whole, or is not any more
-    save_state(target, run, extra, order=max((order for order, _ in before), default=0) + 1)
     old = [path for _, path in before if path != target]
+    going = tuple(old[: max(0, len(old) - (keep - 1))])
+    save_state(target, run, extra, order=max((order for order, _ in before), default=0) + 1, going=going)
+    for path in going:
+        remove_directory(path)
+    shadow = shadow_of(run)
+    if shadow is not None:
+        shadow.secured()
+        shadow.release_gone()
+    return target
+
+
+def newest_order(checkpoints: Path) -> int:
+    """The order of the newest checkpoint, whole or not; 0 where there is none."""
+    return max((order for order, _ in _in_order(checkpoints)), default=0) if checkpoints.is_dir() else 0
+
+
+def from_flip(saved: Saved, checkpoints: Path, keep: int) -> Path:
+    """Make a checkpoint of the state that a dead run left on disk, by links; CannotGoOn where that is not possible."""
+    step = int(saved.record.note["step"])
+    before = [path for _, path in _in_order(checkpoints)] if checkpoints.is_dir() else []
+    target = checkpoints / f"step-{step:06d}"
+    checkpoint_of(saved, target, newest_order(checkpoints) + 1)
+    old = [path for path in before if path != target]
     for path in old[: max(0, len(old) - (keep - 1))]:
         remove_directory(path)
     return target
+
+
+def prune(checkpoints: Path, keep: int) -> None:
+    """Remove all but the `keep` newest, where a kill came between writing the last and removing the first."""
+    before = [path for _, path in _in_order(checkpoints)] if checkpoints.is_dir() else []
+    for path in before[: max(0, len(before) - keep)]:
+        remove_directory(path)
 
 
 def newest_valid(checkpoints: Path) -> tuple[Path | None, list[tuple[Path, str]]]:
@@ -64,9 +96,9 @@ def newest_valid(checkpoints: Path) -> tuple[Path | None, list[tuple[Path, str]]
     return None, rejected
 
 
-def load_checkpoint(path: Path, run: Any, *, checked: bool = False) -> dict[str, Any]:
+def load_checkpoint(path: Path, run: Any, *, checked: bool = False, adopted: bool = False) -> dict[str, Any]:
     """Put a checkpoint into a run of any placement (see `load_state`); returns the `extra` it was saved with."""
-    return load_state(Path(path), run, checked=checked)
+    return load_state(Path(path), run, checked=checked, adopted=adopted)
 
 
 def _in_order(checkpoints: Path) -> list[tuple[int, Path]]:

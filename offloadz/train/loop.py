@@ -17,7 +17,7 @@ import math
 import random
 import time
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,14 +29,17 @@ import offloadz
 from offloadz.config import parse_every
 from offloadz.memory.host import give_back
 from offloadz.model.aside import remove_directory, write_text
+from offloadz.model.flips import shadow_of, told_of
+from offloadz.model.state import load_flip
 from offloadz.plan.errors import ConfigError
 from offloadz.plan.search import Plan, human
 from offloadz.runtime.meter import process_bytes
-from offloadz.train.begin import alone, find_start, is_finished, mark_finished
-from offloadz.train.checkpoint import load_checkpoint, save_checkpoint
+from offloadz.train.begin import Start, alone, find_start, is_finished, mark_finished
+from offloadz.train.checkpoint import load_checkpoint, newest_order, save_checkpoint
 from offloadz.train.data import Loader
-from offloadz.train.metrics import SAMPLES, Metrics
-from offloadz.train.planning import Task, decided, optimizer_of, plan_lines, read_task, task_lines
+from offloadz.train.metrics import SAMPLES, Metrics, plain
+from offloadz.train.offloaded import begun
+from offloadz.train.planning import Task, decided, plan_lines, read_task, task_lines
 from offloadz.train.progress import Display
 from offloadz.train.sampling import Prompts
 from offloadz.train.schedule import schedule_of, scheduler_of
@@ -102,7 +105,8 @@ def _train(config: Config, console: Console, signals: Signals, stack: ExitStack)
         say(f"plan: {line}")
     write_text(output / "config.toml", config.to_toml())
     write_text(output / "plan.json", json.dumps(plan.to_json(), indent=1) + "\n")
-    run = stack.enter_context(_offloaded(config, plan))
+    run, start = begun(config, plan, start, say)
+    stack.enter_context(run)
     disk = run.session.room.disk
     if disk is not None:
         how = "direct" if disk.probe.direct else "buffered, with the page cache dropped"
@@ -112,28 +116,11 @@ def _train(config: Config, console: Console, signals: Signals, stack: ExitStack)
     return training.go()
 
 
-def _offloaded(config: Config, plan: Plan) -> Run:
-    """The model under its plan, with its weights where they belong."""
-    model, offload = config.model, config.offload
-    module = offloadz.load(
-        model.path, dtype=getattr(torch, model.dtype), init=model.init, seed=config.train.seed,
-        attention=model.attention, trust_remote_code=model.trust_remote_code,
-    )  # fmt: skip
-    module.train()
-    return offloadz.offload(
-        module, optimizer=optimizer_of(config), plan=plan, swap=list(offload.swap), slots=plan.slots,
-        sweeps=plan.sweeps, micro_batch_size=plan.micro_batch_size, batch_size=config.train.batch_size,
-        max_length=config.data.max_length, max_grad_norm=config.optimizer.max_grad_norm, dtype=model.dtype,
-        keep_float32=model.keep_float32, freeze=model.freeze, threads=offload.threads, seed=config.train.seed,
-        checksum=offload.checksum, io=offload.io, poison=config.debug.poison, output=config.train.output,
-    )  # fmt: skip
-
-
 class Training:
     """A run under way with all that goes along: samples, schedule, metrics, checkpoints."""
 
     def __init__(
-        self, config: Config, run: Run, task: Task, plan: Plan, signals: Signals, start: Path | None, console: Console
+        self, config: Config, run: Run, task: Task, plan: Plan, signals: Signals, start: Start | None, console: Console
     ) -> None:
         self.config, self.run, self.task, self.plan, self.signals = config, run, task, plan, signals
         self.output = Path(config.train.output)
@@ -142,17 +129,27 @@ class Training:
         self.scheduler = scheduler_of(run.optimizer, self.schedule)
         self.progress = Progress()
         _seed(config.train.seed)
-        if start is not None:
-            self._resume(start)
+        line = self._resume(start) if start is not None else None
         self.every = parse_every(config.train.save_every)
+        self.order = newest_order(self.output / "checkpoints")
+        # State on disk may be newer than the last checkpoint, and then is not saved yet.
         self.saved_step, self.saved_at_s = self.progress.step, time.monotonic()
+        if start is not None and start.flip is not None and start.flip.record.note["extra"]["order"] == self.order:
+            self.saved_step = -1
         progress = self.progress
         self.metrics = Metrics(self.output, progress.step, progress.evaluated_step, progress.sampled_step)
         self.display = Display(console, self.progress.step, task.num_steps, config.train.log_every)
         self.due_line: dict[str, Any] | None = None
         """The line of the newest step, whose updates are still under way."""
+        if line is not None and self.metrics.last_step < line["step"]:
+            self.metrics.write(line)  # the kill came between the step's flip and its line
+        run.progress, run.before_flip = self._progress_behind, self.metrics.sync_lines
+        shadow = shadow_of(run)
+        if shadow is not None:
+            shadow.keeps = True
         if start is not None:
-            self.display.say(f"resume: {start}, step {self.progress.step} of {task.num_steps}")
+            how = ", going on from the state on disk" if start.flip else ""
+            self.display.say(f"resume: {start.path}, step {self.progress.step} of {task.num_steps}{how}")
 
     def go(self) -> int:
         """All steps that are left, then the export."""
@@ -303,18 +300,32 @@ class Training:
     def _save(self) -> None:
         self._settle()
         self.metrics.sync()
-        extra = {
-            **asdict(self.progress),
-            "loader": self.loader.state_dict(),
-            "scheduler": self.scheduler.state_dict(),
-            "config": self.config.to_toml(),
-        }
+        extra = self._extra(self.progress, self.scheduler.state_dict())
         began_s = time.monotonic()
-        path = save_checkpoint(self.output / "checkpoints", self.run, extra, self.config.train.keep)
+        path = save_checkpoint(self.output / "checkpoints", self.run, extra, self.plan.keep)
+        self.order = newest_order(self.output / "checkpoints")
         self._keep_weights()
         self.run.flush()
         self.saved_step, self.saved_at_s = self.progress.step, time.monotonic()
         self.display.say(f"saved {path} in {self.saved_at_s - began_s:.1f} s")
+
+    def _extra(self, progress: Progress, scheduler: dict[str, Any]) -> dict[str, Any]:
+        """What a resume needs from this loop; `order`: of the newest checkpoint that is there already."""
+        return {
+            **asdict(progress),
+            "loader": self.loader.state_dict(),
+            "scheduler": scheduler,
+            "config": self.config.to_toml(),
+            "order": self.order,
+        }
+
+    def _progress_behind(self) -> dict[str, Any]:
+        """Where the run will be behind the step just decided, for its flip: the lanes run on while this loop does."""
+        self._write_due()
+        progress = replace(self.progress, step=self.progress.step + 1, skipped_in_row=0)
+        scheduler = self.scheduler.state_dict()
+        behind = {key: scheduler[key] + 1 for key in ("last_epoch", "_step_count")}
+        return {**self._extra(progress, {**scheduler, **behind}), "line": plain(self._line(self.run.report))}
 
     def _keep_weights(self) -> None:
         keep, directory = self.config.train.keep_weights, self.output / "weights"
@@ -337,11 +348,17 @@ class Training:
 
     # ---- resume ------------------------------------------------------------------------------------------------
 
-    def _resume(self, start: Path) -> None:
-        """Put everything back as it was; settings that `train.resume_with` lets differ are the configuration's."""
+    def _resume(self, start: Start) -> dict[str, Any] | None:
+        """Put everything back as it was; settings that `train.resume_with` lets differ are the configuration's.
+
+        Returns the line of the last step where a flip told it.
+        """
         fresh = [dict(group) for group in self.run.optimizer.param_groups]
         self.run.flush()
-        extra = load_checkpoint(start, self.run, checked=True)
+        if start.flip is not None:
+            extra = load_flip(told_of(start.flip), self.run)
+        else:
+            extra = load_checkpoint(start.path, self.run, checked=True, adopted=start.linked)
         self.loader.load_state_dict(extra["loader"])
         self.scheduler.load_state_dict(extra["scheduler"])
         self.progress = Progress(**{key: int(extra.get(key, 0)) for key in asdict(self.progress)})
@@ -353,6 +370,9 @@ class Training:
                 group[key] = new[key]  # equal, unless resume_with names it
             group["lr"] = group["initial_lr"] * share
         self.scheduler.base_lrs = [group["initial_lr"] for group in self.run.optimizer.param_groups]
+        self.scheduler._last_lr = [group["lr"] for group in self.run.optimizer.param_groups]
+        line: dict[str, Any] | None = extra.get("line")
+        return line
 
 
 def _seed(seed: int) -> None:

@@ -36,7 +36,7 @@ class Metrics:
         from torch.utils.tensorboard import SummaryWriter
 
         self.path = directory / METRICS
-        self.num_cut = _cut(self.path, step, {"eval_loss": evaluated_step, SAMPLES: sampled_step})
+        self.last_step, self.num_cut = _cut(self.path, step, {"eval_loss": evaluated_step, SAMPLES: sampled_step})
         try:
             fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         except OSError as error:
@@ -70,6 +70,13 @@ class Metrics:
             raise _failed(error, self.path) from error
         self._board.flush()
 
+    def sync_lines(self) -> None:
+        """Bring the lines written so far to the drive, on any thread: called before a flip, whose step follows them."""
+        try:
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            raise _failed(error, self.path) from error
+
     def close(self) -> None:
         """Close both; calling it twice is allowed."""
         self._file.close()
@@ -96,24 +103,24 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def _cut(path: Path, step: int, last_of: Mapping[str, int]) -> int:
-    """Cut the file back to what a checkpoint knows of; returns the number of lines that went.
+def _cut(path: Path, step: int, last_of: Mapping[str, int]) -> tuple[int, int]:
+    """Cut the file back to what a checkpoint knows of; returns the last step and the number of lines that went.
 
     `last_of`: the last step of the lines that have a key; of all others it is `step`.
     """
     if not path.exists():
-        return 0
+        return 0, 0
     body = path.read_bytes().splitlines(keepends=True)
-    kept = 0
+    kept = reached = 0
     for raw in body:
         line = _parsed(raw)
         last = next((at for key, at in last_of.items() if line is not None and key in line), step)
         if line is None or line["step"] > last:
             break
-        kept += 1
+        kept, reached = kept + 1, line["step"]
     if kept < len(body):
         os.truncate(path, sum(len(raw) for raw in body[:kept]))
-    return len(body) - kept
+    return reached, len(body) - kept
 
 
 def _parsed(raw: bytes) -> dict[str, Any] | None:

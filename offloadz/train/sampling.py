@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from offloadz.memory.host import give_back
-from offloadz.model.state import random_states, set_random_states
+from offloadz.model.told import random_states, set_random_states
 from offloadz.plan.errors import ConfigError
 from offloadz.train.forms import RecordError
 from offloadz.train.templates import ChatTemplate, turn_end

@@ -1,0 +1,248 @@
+"""State on disk that is whole at any moment: flips, hard links for checkpoints, and going on from what is there.
+
+[Note: a flip]  Everything written since the last one is flushed, then a record of which copies are valid is written
+beside the old one, flushed and renamed over it, and the directory is flushed.  Only then may the copies that were valid
+before be written again.  A kill or a power cut in between leaves the old record or the new one, each with its state.
+
+[Note: pinned copies]  A checkpoint is hard links to the files, and which copy of each extent it holds is written down
+beside them.  Such a copy is not written while the checkpoint exists; that it has gone is believed only when the number
+of links says so too, so one that was moved or linked once more stays as it was.
+
+Left to others: the bytes (`disk.py`), which copy is which (`copies.py`), what a note says (`model/flips.py`).  The
+trade-off: a flip costs three flushes, some 5 to 20 ms on a drive, once a step; and the room of every copy is taken at
+the start, two and one more for each checkpoint kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from offloadz.memory.copies import NONE, Copies, copy_file, is_file, links_match
+from offloadz.memory.record import FLIP_FILE, TABLES_FILE, Saved, flush_directory, put_record, read_record, record_bytes
+from offloadz.memory.swapdir import STATE
+from offloadz.memory.tier import Extent
+from offloadz.plan.errors import CannotGoOn, DamagedState, DiskFailed
+
+_PUNCH_HOLE, _KEEP_SIZE = 2, 1
+
+
+class Shadow:
+    """The copies of the state in the directory `path` of a tier; `fds` are the tier's open files by name.
+
+    `adopt`: state to go on from, the run's own or that of a linked checkpoint.  `checkpoints`: where checkpoints of
+    this run lie, whose links count.
+    """
+
+    def __init__(
+        self, path: Path, num: int, fds: dict[str, int], adopt: Saved | None = None, checkpoints: Path | None = None
+    ) -> None:
+        self.path, self.copies, self._fds = path, Copies(num), fds
+        self.adopt, self._checkpoints = adopt, checkpoints
+        self.flipped: dict[str, Any] | None = None
+        """The note of the last flip."""
+        self.keeps = False
+        """Whether a run of the same owner would go on from here: then state newer than any checkpoint outlives it."""
+        self.worth_keeping = self.in_place
+
+    @property
+    def in_place(self) -> bool:
+        """Whether what is adopted is the state of this very directory."""
+        return self.adopt is not None and self.adopt.directory == self.path / STATE
+
+    def files(self, ends: Mapping[str, int]) -> dict[str, int]:
+        """Lengths of all files, each of the state's as often as there are copies."""
+        found: dict[str, int] = {}
+        for file, end in ends.items():
+            names = [copy_file(file, c) for c in range(self.copies.num)] if file.startswith(f"{STATE}/") else [file]
+            found |= dict.fromkeys(names, end)
+        return found
+
+    # ---- flips -------------------------------------------------------------------------------------------------
+
+    def flip(self, note: dict[str, Any]) -> None:
+        """Make what is newest the valid state, with `note` (JSON) beside it; see [Note: a flip].
+
+        Raises DiskFailed; the state of the last flip is then still valid.
+        """
+        file = ""
+        try:
+            for file in sorted(self.copies.unflipped):
+                os.fdatasync(self._fds[file])
+            file = f"{STATE}/{FLIP_FILE}"
+            data = record_bytes(note, self.copies.choice(), self.copies.tables(), self.copies.pins)
+            put_record(self.path / file, data)
+        except OSError as error:
+            raise _failed(error, "flush", self.path / file) from error
+        self.copies.flip()
+        self.flipped, self.worth_keeping = note, self.keeps
+
+    def secured(self) -> None:
+        """A checkpoint holds all that the last flip does: the state need not outlive the run."""
+        self.worth_keeping = False
+
+    # ---- checkpoints -------------------------------------------------------------------------------------------
+
+    def can_link(self, target: Path, going: tuple[Path, ...] = ()) -> str:
+        """Empty if a checkpoint at `target` may be links, else why not; `going` are removed once it is there."""
+        self.release_gone()
+        held = sum(path.absolute() in self.copies.pins for path in {*going, target})
+        if not self.copies.can_pin(held):
+            return f"{len(self.copies.pins)} checkpoints hold copies and {self.copies.num} exist"
+        probe, other = self.path / "link.bin", target.parent / f"{target.name}.link-{os.getpid()}"
+        try:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            probe.touch(mode=0o600)
+            other.unlink(missing_ok=True)
+            os.link(probe, other)
+        except OSError as error:
+            return f"hard links from {self.path} to {target.parent}: {os.strerror(error.errno or errno.EIO)}"
+        finally:
+            for path in (probe, other):
+                with contextlib.suppress(OSError):
+                    path.unlink()
+        return ""
+
+    def link_into(self, directory: Path) -> list[str]:
+        """Hard links to the files that hold the newest copies, and their checksums; returns the files' names."""
+        names = []
+        try:
+            for file in sorted(self.copies.files_of(self.copies.choice())):
+                name = file.rpartition("/")[2]
+                os.link(self.path / file, directory / name)
+                names.append(name)
+            data = record_bytes({}, self.copies.choice(), self.copies.tables())
+            put_record(directory / TABLES_FILE, data)
+        except OSError as error:
+            raise _failed(error, "link the state", directory) from error
+        return names
+
+    def pin(self, directory: Path) -> None:
+        """From now on the newest copies belong to the checkpoint `directory` and are not written."""
+        self.copies.pins[directory.absolute()] = self.copies.choice()
+
+    def release_gone(self) -> None:
+        """Forget checkpoints that were deleted; see [Note: pinned copies]."""
+        gone = [path for path in self.copies.pins if not (path / TABLES_FILE).exists()]
+        here = [path for path in self.copies.pins if path not in gone]
+        if gone and all(links_match(path, here) for path in self._state_files()):
+            for path in gone:
+                del self.copies.pins[path]
+
+    def _state_files(self) -> list[Path]:
+        files = {e.file for e in self.copies.extents}
+        names = [copy_file(file, c) for file in files for c in range(self.copies.num)]
+        return [self.path / name for name in names if (self.path / name).exists()]
+
+    # ---- going on ----------------------------------------------------------------------------------------------
+
+    def take_over(self, extents: list[Extent], ends: Mapping[str, int]) -> dict[str, int]:
+        """Adopt what was given: open what is there as the files of this run; returns their lengths.
+
+        Raises CannotGoOn, and nothing is changed, where it is laid out otherwise or somebody else holds links.
+        """
+        saved = self.adopt
+        if saved is None:
+            return {}
+        if tuple(extents) != saved.extents:
+            raise CannotGoOn(f"the state in {saved.directory} is laid out otherwise than this run lays it out")
+        names = {copy_file(e.file, c) for e, c in zip(saved.extents, saved.record.choice, strict=True) if c >= 0}
+        if not self.in_place:
+            self._link_here(saved, names)
+        elif missing := [name for name in sorted(names) if not (self.path / name).is_file()]:
+            raise CannotGoOn(f"{self.path / missing[0]} is missing")
+        pins = self._known_pins(saved)
+        everything = {copy_file(file, c) for file in ends for c in range(len(names) + self.copies.num + len(pins) + 2)}
+        there = sorted(name for name in everything if (self.path / name).is_file())
+        if strangers := [name for name in there if not links_match(self.path / name, pins)]:
+            self._undo_links()
+            raise CannotGoOn(f"{self.path / strangers[0]} has hard links that belong to no known checkpoint")
+        for extent in extents:
+            self.copies.add(extent)
+        self.copies.adopt(saved.record.choice, list(saved.record.tables))
+        self.copies.pins = pins
+        highest = max((int(name.split(".")[-2]) for name in there), default=0)
+        self.copies.num = max(self.copies.num, highest + 1, self.copies.most_pinned() + 2)
+        return {name: os.path.getsize(self.path / name) for name in there}
+
+    def _link_here(self, saved: Saved, names: set[str]) -> None:
+        try:
+            for name in sorted(names):
+                os.link(saved.directory / name.rpartition("/")[2], self.path / name)
+        except OSError as error:
+            self._undo_links()
+            reason = os.strerror(error.errno or errno.EIO)
+            raise CannotGoOn(f"hard links from {saved.directory} to {self.path}: {reason}") from error
+
+    def _undo_links(self) -> None:
+        if not self.in_place:
+            for path in (self.path / STATE).glob("*.bin"):
+                path.unlink()
+
+    def _known_pins(self, saved: Saved) -> dict[Path, tuple[int, ...]]:
+        """Checkpoints that hold files of this state: those the record tells of, and those beside each other."""
+        places = {Path(path) for path in saved.record.pins}
+        if not self.in_place:
+            places.add(saved.directory.absolute())
+            places.update(path.absolute() for path in saved.directory.parent.iterdir() if path.is_dir())
+        if self._checkpoints is not None and self._checkpoints.is_dir():
+            places.update(path.absolute() for path in self._checkpoints.iterdir() if path.is_dir())
+        found = {}
+        for place in sorted(places):
+            try:
+                record = read_record(place / TABLES_FILE)
+            except (OSError, DamagedState):
+                continue
+            shared = self._shared_files(place)
+            if shared and len(record.choice) == len(saved.extents):
+                # Where its file is another one under the same name, it holds nothing of ours.
+                pairs = zip(saved.extents, record.choice, strict=True)
+                found[place] = tuple(c if copy_file(e.file, c) in shared else NONE for e, c in pairs)
+        return found
+
+    def _shared_files(self, directory: Path) -> set[str]:
+        """Files of this state that have a name in `directory` too."""
+        found = set()
+        for path in (self.path / STATE).glob("*.bin"):
+            told = path.stat()
+            with contextlib.suppress(OSError):
+                if is_file(directory / path.name, told.st_ino, told.st_dev):
+                    found.add(f"{STATE}/{path.name}")
+        return found
+
+    # ---- the end -----------------------------------------------------------------------------------------------
+
+    def give_room_back(self) -> None:
+        """Before the names here go: take from files that checkpoints hold what no checkpoint needs.
+
+        Nothing is done where links are not all known, or the file system cannot.
+        """
+        self.release_gone()
+        libc = ctypes.CDLL(None, use_errno=True)
+        for path in self._state_files():
+            if path.stat().st_nlink < 2 or not links_match(path, self.copies.pins):
+                continue
+            stem, copy, end = path.name.rsplit(".", 2)
+            with contextlib.suppress(OSError):
+                fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+                for offset, length in self.copies.unpinned(f"{STATE}/{stem}.{end}", int(copy)):
+                    libc.fallocate(fd, _PUNCH_HOLE | _KEEP_SIZE, ctypes.c_long(offset), ctypes.c_long(length))
+                os.close(fd)
+
+
+def make_durable(path: Path) -> None:
+    """Flush the names of a run's directory: those of its files, its own, and its swap path's."""
+    for directory in (path / STATE, path, path.parent):
+        flush_directory(directory)
+
+
+def _failed(error: OSError, operation: str, path: Path) -> DiskFailed:
+    number = error.errno or errno.EIO
+    return DiskFailed(
+        number, f"{operation} of {path} failed: {os.strerror(number)}; the state of the last flip is still valid"
+    )

@@ -1,0 +1,158 @@
+"""What a flip tells besides the state, and checkpoints that are links to it.
+
+At the start of a run whose state is in copies, what never changes is laid beside them once: the layout, names, the
+model's small files.  Each decided step then tells what a resume must know (counters, groups, random states, buffers,
+the loop's own progress), so `state/` alone is enough to go on from, or to become a checkpoint.  Left to others: copies,
+links and the record (`memory/shadow.py`), reading them (`linked.py`).  The trade-off: a flip carries the buffers and
+some 20 kB of text whether they changed or not, which is nothing beside a step's gigabytes.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from offloadz.memory.record import LAYOUT_FILE, TABLES_FILE, Saved, layout_text, read_saved, record_bytes
+from offloadz.memory.shadow import Shadow
+from offloadz.model.aside import appearing, require_room, write_text
+from offloadz.model.export import RunStock
+from offloadz.model.linked import layout_of
+from offloadz.model.manifest import BUFFERS, MODEL, decode, encode, write_manifest
+from offloadz.model.told import moving_of, static_of, write_buffers
+from offloadz.plan.errors import CannotGoOn, DiskFailed
+from offloadz.plan.footprint import EXTRA_ROOM_BYTES
+from offloadz.plan.spec import ModelSpec
+
+STATIC = ("written", "cuts", "buffer_names", "parameters")
+
+
+def begin(run: Any) -> None:
+    """Lay beside the state what never changes, and have every decided step tell what does; nothing without copies."""
+    shadow = shadow_of(run)
+    if shadow is None or not run.session.placement.flips:
+        return
+    stock, state = RunStock(run), shadow.path / "state"
+    (state / MODEL).mkdir(mode=0o700, exist_ok=True)
+    stock.write_small_files(state / MODEL, None)
+    places = [[e.file, e.offset, e.nbytes, e.label] for e in shadow.copies.extents]
+    layout = {**layout_of(run.session.spec), "extents": places, **encode(static_of(stock))}
+    write_text(state / LAYOUT_FILE, layout_text(layout))
+    for path in [*(state / MODEL).iterdir(), state / MODEL, state / LAYOUT_FILE, state]:
+        _flush(path)
+    run.session.tell = lambda: told_now(run, stock, run.progress())
+    run.session.room.before_flip = lambda: run.before_flip()
+
+
+def told_now(run: Any, stock: RunStock, extra: Mapping[str, Any]) -> dict[str, Any]:
+    """What is to be known of the run as it is now, as JSON."""
+    told: dict[str, Any] = encode({**moving_of(run, extra), "buffers": stock.buffers()})
+    return told
+
+
+def shadow_of(run: Any) -> Shadow | None:
+    """The state in copies of a run, if it has any."""
+    disk = getattr(getattr(run.session, "room", None), "disk", None)
+    return disk.shadow if disk is not None else None
+
+
+def cannot_link(run: Any, target: Path, going: tuple[Path, ...] = ()) -> str:
+    """Why a checkpoint at `target` cannot be links; empty if it can."""
+    shadow = shadow_of(run)
+    if shadow is None or not run.session.placement.flips:
+        return "the state is not on disk in copies"
+    if not run.session.room.disk.checksum:
+        return "offload.checksum is false, and what is not checked cannot be trusted later"
+    return shadow.can_link(target, going)
+
+
+def save_linked(target: Path, run: Any, extra: Mapping[str, Any], order: int) -> Path:
+    """A checkpoint of hard links at `target`, whole or not at all; see `state.save_state`."""
+    shadow, stock = shadow_of(run), RunStock(run)
+    if shadow is None:
+        raise ValueError("the state is not on disk in copies")
+    require_room(target.parent, EXTRA_ROOM_BYTES, "a checkpoint")
+    run.session.settle()
+    if shadow.copies.unflipped:
+        shadow.flip(told_now(run, stock, extra))
+    manifest = {**static_of(stock), **moving_of(run, extra), "order": order}
+    with appearing(target) as scratch:
+        (scratch / MODEL).mkdir(mode=0o700)
+        stock.write_small_files(scratch / MODEL, None)
+        layout = (shadow.path / "state" / LAYOUT_FILE).read_text()
+        _fill(scratch, shadow.link_into(scratch), layout, manifest, stock.buffers())
+        shadow.pin(target)  # before the name is there: nobody may write what it holds
+    return target
+
+
+def _fill(
+    scratch: Path, names: list[str], layout: str, manifest: dict[str, Any], buffers: Mapping[str, torch.Tensor]
+) -> None:
+    """Everything of a linked checkpoint but its links and `model/`."""
+    write_text(scratch / LAYOUT_FILE, layout)
+    records = {BUFFERS: write_buffers(scratch / BUFFERS, buffers)}
+    sizes = {name: (scratch / name).stat().st_size for name in names}
+    manifest = {**manifest, "linked": sizes}
+    write_manifest(scratch, manifest, records, small=(LAYOUT_FILE, TABLES_FILE))
+
+
+def told_of(saved: Saved) -> dict[str, Any]:
+    """What the flip of state on disk told, and what never changes, as a manifest has it."""
+    static = {key: saved.layout[key] for key in STATIC}
+    told: dict[str, Any] = decode({**static, **saved.record.note})
+    return told
+
+
+def checkpoint_of(saved: Saved, target: Path, order: int) -> Path:
+    """Make the flipped state of a dead run a checkpoint at `target`, by links.
+
+    Raises CannotGoOn where links are not possible.
+    """
+    told = told_of(saved)
+    buffers = told.pop("buffers")
+    choice, tables = saved.record.choice, saved.record.tables
+    try:
+        with appearing(target) as scratch:
+            shutil.copytree(saved.directory / MODEL, scratch / MODEL)
+            names = sorted(files_of(saved))
+            for name in names:
+                os.link(saved.directory / name, scratch / name)
+            (scratch / TABLES_FILE).write_bytes(record_bytes({}, choice, tables))
+            layout = (saved.directory / LAYOUT_FILE).read_text()
+            _fill(scratch, names, layout, {**told, "order": order}, buffers)
+    except OSError as error:
+        reason = error.strerror or os.strerror(error.errno or errno.EIO)
+        raise CannotGoOn(f"no checkpoint can be made of the state in {saved.directory}: {reason}") from error
+    return target
+
+
+def files_of(saved: Saved) -> set[str]:
+    """Names of the files in which the valid copies lie."""
+    pairs = zip(saved.extents, saved.record.choice, strict=True)
+    return {f"{Path(e.file).stem}.{copy}.bin" for e, copy in pairs if copy >= 0}
+
+
+def adoptable(directory: Path, spec: ModelSpec, copies: int) -> Saved:
+    """State to take over as it lies; CannotGoOn says why it cannot be."""
+    saved, wanted = read_saved(directory), layout_of(spec)
+    if copies < 2:
+        raise CannotGoOn("this run does not keep parameters and optimizer state on disk in copies")
+    for key in ("recipe", "units"):
+        if saved.layout[key] != wanted[key]:
+            raise CannotGoOn(f"the state in {directory} is of another {'recipe' if key == 'recipe' else 'layout'}")
+    return saved
+
+
+def _flush(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        raise DiskFailed(error.errno, f"flush of {path}: {error.strerror}") from error
+    finally:
+        os.close(fd)

@@ -1,0 +1,55 @@
+"""The run of a configuration: the model under its plan, its weights read, or a dead run's state taken over.
+
+Left to others: what there is to go on from (`begin.py`), what else is put back (`loop.py`).  The trade-off: whether
+state can be taken over shows only when the run's own layout is known, so the module may be built twice (on meta, a
+second).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+import offloadz
+from offloadz.plan.errors import CannotGoOn
+from offloadz.plan.search import Plan
+from offloadz.train.begin import Start, instead_of
+from offloadz.train.checkpoint import prune
+from offloadz.train.planning import optimizer_of
+
+if TYPE_CHECKING:
+    from offloadz.config import Config
+    from offloadz.model.run import Run
+
+
+def begun(config: Config, plan: Plan, start: Start | None, say: Callable[[str], None]) -> tuple[Run, Start | None]:
+    """The run, with what it goes on from: state taken over as it lies where that can be, else still to be read."""
+    if start is not None and start.linked:
+        if start.flip is not None:
+            prune(Path(config.train.output) / "checkpoints", plan.keep)
+        try:
+            return _offloaded(config, plan, start.path), start
+        except CannotGoOn as reason:
+            start = instead_of(start, str(reason), config, plan.keep, say)
+    return _offloaded(config, plan), start
+
+
+def _offloaded(config: Config, plan: Plan, adopt: Path | None = None) -> Run:
+    """The model under its plan, with its weights where they belong."""
+    model, offload = config.model, config.offload
+    module = offloadz.load(
+        model.path, dtype=getattr(torch, model.dtype), init=model.init, seed=config.train.seed,
+        attention=model.attention, trust_remote_code=model.trust_remote_code,
+    )  # fmt: skip
+    module.train()
+    return offloadz.offload(
+        module, optimizer=optimizer_of(config), plan=plan, swap=list(offload.swap), slots=plan.slots,
+        sweeps=plan.sweeps, micro_batch_size=plan.micro_batch_size, batch_size=config.train.batch_size,
+        max_length=config.data.max_length, max_grad_norm=config.optimizer.max_grad_norm, dtype=model.dtype,
+        keep_float32=model.keep_float32, freeze=model.freeze, threads=offload.threads, seed=config.train.seed,
+        checksum=offload.checksum, io=offload.io, poison=config.debug.poison, output=config.train.output,
+        adopt=adopt,
+    )  # fmt: skip
