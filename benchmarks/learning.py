@@ -43,7 +43,8 @@ def main() -> None:
     (work / "learning.json").write_text(json.dumps(shown, indent=1) + "\n")
     for recipe in recipes:
         last = shown["evaluations"][recipe][-1][1]
-        print(f"{recipe:>8}  evaluation loss {last:.5f} after {args.steps} steps  {shown['ratios'][recipe]:+.3%}")
+        apart = last / shown["evaluations"][recipes[0]][-1][1] - 1
+        print(f"{recipe:>8}  evaluation loss {last:.5f} after {args.steps} steps  {apart:+.3%}")
     if len(recipes) > 1:
         picture(shown, Path(args.picture))
     if args.json:
@@ -154,7 +155,7 @@ def collect(recipes: list[str], work: Path, steps: int) -> dict[str, Any]:
         if evaluations[recipe][-1][0] != steps:
             raise SystemExit(f"{recipe} stands at step {evaluations[recipe][-1][0]} of {steps}")
     last = {recipe: curve[-1][1] for recipe, curve in evaluations.items()}
-    ratios = {recipe: loss / last[recipes[0]] - 1 for recipe, loss in last.items()}
+    ratios = {f"{recipe}_vs_{recipes[0]}": last[recipe] / last[recipes[0]] for recipe in recipes[1:]}
     return {"ratios": ratios, "steps": steps, "evaluations": evaluations, "losses": losses}
 
 
