@@ -2,8 +2,8 @@
 
 Left to others: the back ends themselves (`native_io.py`, csrc) and what a failure means to a run (`memory/disk.py`).
 The choice is made by trying: a file in that very directory is written, read back and compared.  io_uring is taken where
-that works and direct I/O does too: it needs no thread between a caller and the drive, and kept 0.97 to 1.03 of the
-threads' rate (docs/disk.md).  The trade-off: one back end per tier, so that closing a tier ends its threads.
+that works and direct I/O does too: it needs no thread between a caller and the drive and 4 to 6 ms of processor time
+per GB (threads 10; docs/disk.md).  The trade-off: one back end per tier, so that closing a tier ends its threads.
 """
 
 from __future__ import annotations
