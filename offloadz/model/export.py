@@ -25,6 +25,7 @@ from offloadz.model.files import StreamReader, StreamWriter
 from offloadz.model.linked import open_tensors
 from offloadz.model.manifest import BUFFERS, MODEL, read_manifest, verify
 from offloadz.model.sources import INDEX_FILE, SINGLE_FILE
+from offloadz.model.vocabulary import write_tokenizer
 from offloadz.model.weights import Names, declare_untied, names_of
 from offloadz.plan.errors import ConfigError, DamagedState
 from offloadz.plan.spec import Unit
@@ -239,6 +240,8 @@ def write_model_files(model: nn.Module, names: Names, directory: Path, dtype: st
         for path in names.directory.glob(pattern) if names.directory else ():
             if path.is_file():
                 shutil.copyfile(path, directory / path.name)
+    if names.added is not None and names.directory is not None:
+        write_tokenizer(names.directory, names.added, directory)
     config = getattr(model, "config", None)
     if config is not None and hasattr(config, "to_json_string"):
         config = copy.deepcopy(config)

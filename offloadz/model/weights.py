@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from offloadz.model.conversion import Cut, file_names
 from offloadz.model.sources import FileSource, RandomSource, Source, persistent_buffers, put_parameter, tie_groups
+from offloadz.model.vocabulary import Added, GrownSource, grow
 from offloadz.plan.errors import ConfigError
 
 _sources: weakref.WeakKeyDictionary[nn.Module, Source] = weakref.WeakKeyDictionary()
@@ -47,6 +48,8 @@ class Names:
     """What files call them."""
     directory: Path | None
     """Where tokenizer and generation files are."""
+    added: Added | None = None
+    """Tokens that this tokenizer lacks and the model has."""
 
 
 def load(
@@ -56,12 +59,14 @@ def load(
     init: str = "pretrained",
     seed: int = 0,
     attention: str = "auto",
+    add_tokens: Sequence[str] = (),
     trust_remote_code: bool = False,
 ) -> nn.Module:
     """A causal language model with parameters on meta, buffers real, ties redone, and its source of weights known.
 
     `path`: a Hugging Face directory or hub name.  `dtype`: bfloat16 or float32, of the parameters; buffers keep theirs.
     `init`: "pretrained" reads the directory's safetensors, "random" needs config.json only and draws by `seed`.
+    `add_tokens`: special tokens that tokenizer and table are given where they lack them (`vocabulary.py`).
     Raises ConfigError for what configuration or files are not, DamagedState for files that contradict themselves.
     """
     dtype = getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
@@ -71,17 +76,22 @@ def load(
         raise ConfigError(f'model.init is "{init}"; it must be "pretrained" or "random"')
     directory = _directory(path, init)
     model = _construct(directory, dtype, attention, trust_remote_code)
-    source: Source
-    if init == "random":
-        source = RandomSource(model, seed)
-    else:
-        source = FileSource(directory, model)
-        _undo_false_ties(model, source)
-        source.fill_buffers(persistent_buffers(model))
+    _sources[model] = _source(model, directory, init, seed, add_tokens)
     _read_generation_config(model, directory)
-    _sources[model] = source
-    _names[model] = _describe(model, directory)
+    added = Added(tuple(add_tokens), trust_remote_code) if add_tokens else None
+    _names[model] = replace(_describe(model, directory), added=added)
     return model
+
+
+def _source(model: nn.Module, directory: Path, init: str, seed: int, tokens: Sequence[str]) -> Source:
+    """Where the weights are; a model that needs rows for new tokens has them afterwards."""
+    if init == "random":
+        grow(model, directory, tokens)
+        return RandomSource(model, seed)
+    source = FileSource(directory, model)
+    _undo_false_ties(model, source)
+    source.fill_buffers(persistent_buffers(model))
+    return GrownSource(source, model) if grow(model, directory, tokens) else source
 
 
 def source_of(model: nn.Module) -> Source | None:

@@ -93,6 +93,8 @@ def _print_plan(asked: Question, plan: Plan) -> None:
             cells = [human(plan.bytes[tier][phase]) for phase in PHASES]
             table.add_row(tier, *cells, human(plan.peak[tier]), "-" if limit is None else human(limit))
     console.print(table)
+    for note in asked.notes:
+        console.print(f"note: {note}", soft_wrap=True)
     console.print(f"host memory is limited by: {plan.limit_source}", soft_wrap=True)
     _print_terms(console, plan)
     console.print("decided:")

@@ -12,13 +12,15 @@ import json
 import re
 import struct
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from offloadz.plan.errors import ConfigError, DamagedState
-from offloadz.plan.families import is_tied, params_from_config
+from offloadz.plan.families import FAMILIES, is_tied, params_from_config
 from offloadz.plan.shapes import ParamInfo, TableInfo, make_spec
 from offloadz.plan.spec import ModelSpec
+from offloadz.plan.vocabulary import table_rows, vocab_size_of, with_vocab_size
 
 MAX_HEADER_BYTES = 100 << 20
 HEADS = ("lm_head", "embed_out", "output")
@@ -32,32 +34,42 @@ def model_spec(
     init: str = "pretrained",
     keep_float32: Sequence[str] = (),
     freeze: Sequence[str] = (),
+    add_tokens: Sequence[str] = (),
 ) -> ModelSpec:
     """The spec of `model.path`: from its files, or with init = "random" from config.json alone.
+
+    `add_tokens`: tokens that get rows in the table where it has none to spare.
 
     Raises ConfigError where files are missing, DamagedState where a header is not one.
     """
     found = find_directory(path)
     chosen = spec_from_formula if init == "random" else spec_from_headers
-    return chosen(found, dtype, keep_float32=keep_float32, freeze=freeze)
+    rows = table_rows(found, add_tokens, vocab_size_of(read_config(found))) if add_tokens else 0
+    return chosen(found, dtype, keep_float32=keep_float32, freeze=freeze, rows=rows)
 
 
 def spec_from_headers(
-    model_dir: Path, dtype: str, *, keep_float32: Sequence[str] = (), freeze: Sequence[str] = ()
+    model_dir: Path, dtype: str, *, keep_float32: Sequence[str] = (), freeze: Sequence[str] = (), rows: int = 0
 ) -> ModelSpec:
-    """The spec of a directory with weights; `dtype` is the working weights' (`model.dtype`), not the files'."""
+    """The spec of a directory with weights; `dtype` is the working weights' (`model.dtype`), not the files'.
+
+    `rows`: of the table, where it grows beyond its file; 0: as it is.
+    """
     config = read_config(model_dir)
     shapes = {_module_name(name, config): shape for name, shape in read_shapes(model_dir).items()}
     names = sorted((n for n in shapes if not _is_buffer(n, shapes[n])), key=_natural)
     params = [ParamInfo(name, shapes[name]) for name in names]
-    return _spec(params, config, dtype, keep_float32, freeze)
+    if keep_float32 or freeze:
+        params = _as_modules_name(params, config)
+    return _spec(params, config, dtype, keep_float32, freeze, rows)
 
 
 def spec_from_formula(
-    model_dir: Path, dtype: str, *, keep_float32: Sequence[str] = (), freeze: Sequence[str] = ()
+    model_dir: Path, dtype: str, *, keep_float32: Sequence[str] = (), freeze: Sequence[str] = (), rows: int = 0
 ) -> ModelSpec:
-    """The spec of a directory with config.json only (`model.init = "random"`)."""
+    """The spec of a directory with config.json only (`model.init = "random"`); `rows`: of its table, 0: as it says."""
     config = read_config(model_dir)
+    config = with_vocab_size(config, rows) if rows else config
     return _spec(params_from_config(config), config, dtype, keep_float32, freeze)
 
 
@@ -141,7 +153,12 @@ def block_names(names: Sequence[str]) -> list[str]:
 
 
 def _spec(
-    params: list[ParamInfo], config: Mapping[str, Any], dtype: str, keep_float32: Sequence[str], freeze: Sequence[str]
+    params: list[ParamInfo],
+    config: Mapping[str, Any],
+    dtype: str,
+    keep_float32: Sequence[str],
+    freeze: Sequence[str],
+    rows: int = 0,
 ) -> ModelSpec:
     """Guess tables, blocks and head from names, then cut."""
     blocks = block_names([p.name for p in params])
@@ -158,9 +175,30 @@ def _spec(
     if not heads and tables:
         heads = [TableInfo("lm_head", tables[0].name, biases.get("lm_head", ""))]
     seats = [TableInfo(p.module, p.name) for p in tables]
+    if rows:
+        words = {p.name for p in tables[:1]} | {h.weight for h in heads} | {h.bias for h in heads}
+        params = [replace(p, shape=(rows, *p.shape[1:])) if p.name in words else p for p in params]
+        config = with_vocab_size(config, rows)
     return make_spec(
         params, blocks, seats, heads, dtype=dtype, keep_float32=keep_float32, freeze=freeze, config=config
     )  # fmt: skip
+
+
+def _as_modules_name(params: list[ParamInfo], config: Mapping[str, Any]) -> list[ParamInfo]:
+    """Parameters by the names that patterns are for: those of the module, which joins what files hold apart (experts).
+
+    Where nobody can say, or the module would hold other elements than the files do, the names of the files stay.
+    """
+    if config.get("model_type") in FAMILIES:
+        return params
+    try:
+        named = params_from_config(config)
+    except ConfigError:
+        return params
+    tied = is_tied(config)
+    held = [p for p in params if not (tied and p.module.rpartition(".")[2] in HEADS)]
+    agree = sum(p.num_elements for p in named) == sum(p.num_elements for p in held)
+    return named if agree else params
 
 
 def _module_name(name: str, config: Mapping[str, Any]) -> str:

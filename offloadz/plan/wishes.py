@@ -19,6 +19,7 @@ from offloadz.plan.footprint import reading, score_copies
 from offloadz.plan.headers import find_directory, model_spec, read_config
 from offloadz.plan.machine import Machine, disk_free, probe_machine
 from offloadz.plan.paths import directory_of, owner_name
+from offloadz.plan.positions import positions_note
 from offloadz.plan.recipes import recipe_of
 from offloadz.plan.search import Plan, Wishes, decide
 from offloadz.plan.spec import ModelSpec
@@ -37,6 +38,8 @@ class Question:
     spec: ModelSpec
     machine: Machine
     wishes: Wishes
+    notes: tuple[str, ...] = ()
+    """What the user should know, and need not change."""
 
     def answer(self) -> Plan:
         return decide(self.spec, self.machine, self.wishes)
@@ -48,14 +51,18 @@ def question(config: Config, machine_name: str | None = None, sets: Sequence[str
     Raises ConfigError for what is wrong or not built.
     """
     model = config.model
-    spec = model_spec(model.path, model.dtype, init=model.init, keep_float32=model.keep_float32, freeze=model.freeze)
+    spec = model_spec(
+        model.path, model.dtype, init=model.init, keep_float32=model.keep_float32, freeze=model.freeze,
+        add_tokens=model.add_tokens,
+    )  # fmt: skip
     told = config.optimizer
     spec = spec.with_recipe(recipe_of(told.name, told.state, told.momentum))
     directory = find_directory(model.path)
+    note = positions_note(spec, read_config(directory), config.data.max_length, "data.max_length")
     wishes = wishes_of(config, read_config(directory))
     wishes = replace(wishes, reading_bytes=_reading_bytes(config, directory), random=model.init == "random")
     machine, wishes = _changed(this_machine(config, machine_name), wishes, sets)
-    return Question(spec, machine, wishes)
+    return Question(spec, machine, wishes, (note,) if note else ())
 
 
 def _reading_bytes(config: Config, directory: Path) -> int:

@@ -183,6 +183,23 @@ def is_finished(output: Path, start: Start, num_steps: int) -> bool:
         return False
 
 
+def check_swap(config: Config, say: Callable[[str], None]) -> None:
+    """Say where a swap directory is made in one that is not there; ConfigError where not even that one's parent is.
+
+    A drive that is not mounted looks like this, and the state would go to the drive of the system.
+    """
+    for name in config.offload.swap:
+        above = Path(name).expanduser().absolute().parent
+        if above.exists():
+            continue
+        if not above.parent.exists():
+            raise ConfigError(
+                f"offload.swap = {name}: neither {above} nor {above.parent} exists; mount the drive, or make the "
+                "directory if that is where the state belongs"
+            )
+        say(f"swap: {above} does not exist and is made, with {Path(name).name} in it; is the drive mounted?")
+
+
 @contextmanager
 def alone(output: Path) -> Iterator[None]:
     """The run directory, made if need be, under a lock that dies with this process; gone if nothing came into it."""

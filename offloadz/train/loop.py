@@ -34,7 +34,7 @@ from offloadz.model.state import load_flip
 from offloadz.plan.errors import ConfigError
 from offloadz.plan.search import Plan, human
 from offloadz.runtime.meter import process_bytes
-from offloadz.train.begin import Start, alone, find_start, is_finished, mark_finished
+from offloadz.train.begin import Start, alone, check_swap, find_start, is_finished, mark_finished
 from offloadz.train.checkpoint import load_checkpoint, newest_order, save_checkpoint
 from offloadz.train.data import Loader
 from offloadz.train.metrics import SAMPLES, Metrics, plain
@@ -100,7 +100,8 @@ def _train(config: Config, console: Console, signals: Signals, stack: ExitStack)
         say(f"this run is finished: {task.num_steps} steps, {output / 'final'}; to train on, raise train.steps or "
             "train.epochs and name it in train.resume_with")  # fmt: skip
         return 0
-    plan = decided(config)
+    check_swap(config, say)
+    plan = decided(config, task.prompts, say)
     for line in plan_lines(plan, config):
         say(f"plan: {line}")
     write_text(output / "config.toml", config.to_toml())

@@ -42,7 +42,7 @@ def _offloaded(config: Config, plan: Plan, adopt: Path | None = None) -> Run:
     model, offload = config.model, config.offload
     module = offloadz.load(
         model.path, dtype=getattr(torch, model.dtype), init=model.init, seed=config.train.seed,
-        attention=model.attention, trust_remote_code=model.trust_remote_code,
+        attention=model.attention, add_tokens=model.add_tokens, trust_remote_code=model.trust_remote_code,
     )  # fmt: skip
     module.train()
     return offloadz.offload(

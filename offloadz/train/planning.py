@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from offloadz.model.optimizer import KINDS, Settings
+from offloadz.model.vocabulary import add_tokens
 from offloadz.plan.errors import ConfigError, DoesNotFit
-from offloadz.plan.headers import find_directory
+from offloadz.plan.headers import find_directory, read_config
+from offloadz.plan.positions import positions_note
 from offloadz.plan.search import Plan, human
+from offloadz.plan.vocabulary import table_rows
 from offloadz.plan.wishes import question
 from offloadz.runtime.threads import update_threads
 from offloadz.train.batches import Loader
@@ -25,7 +28,7 @@ from offloadz.train.sampling import Prompts
 from offloadz.train.templates import ChatTemplate
 
 if TYPE_CHECKING:
-    from offloadz.config import Config
+    from offloadz.config import Config, ModelConfig
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class Task:
 
 
 def read_tokenizer(config: Config) -> tuple[Any, int]:
-    """The tokenizer of `model.path` and the number of rows of the model's table; loads no weights."""
+    """The tokenizer of `model.path` with `model.add_tokens`, and the rows of the table it needs; loads no weights."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     from transformers import AutoConfig, AutoTokenizer
 
@@ -56,7 +59,23 @@ def read_tokenizer(config: Config) -> tuple[Any, int]:
     vocab_size = getattr(model.get_text_config(), "vocab_size", None)
     if not isinstance(vocab_size, int):
         raise ConfigError(f"model.path: {config.model.path}/config.json names no vocab_size")
+    if config.model.add_tokens:
+        vocab_size = _grown(tokenizer, vocab_size, config.model)
     return tokenizer, vocab_size
+
+
+def _grown(tokenizer: Any, vocab_size: int, model: ModelConfig) -> int:
+    """Add the tokens; the rows that the plan and the model count with, held to the ids the tokenizer gave."""
+    directory = find_directory(model.path)
+    rows = table_rows(directory, model.add_tokens, vocab_size)
+    add_tokens(tokenizer, model.add_tokens)
+    most = max(tokenizer.convert_tokens_to_ids(list(model.add_tokens)))
+    if most >= rows:
+        raise ConfigError(
+            f"model.add_tokens: the tokenizer of {directory} gives the id {most}, its tokenizer.json leaves room for "
+            f"{rows}: tokens of tokenizer_config.json are not in it; save the tokenizer anew with transformers"
+        )
+    return rows
 
 
 def read_task(config: Config) -> Task:
@@ -81,9 +100,16 @@ def _prompts(config: Config, template: ChatTemplate | None, vocab_size: int) -> 
     return Prompts(told.sample_prompts, told.sample_tokens, lambda: read_tokenizer(config)[0], template, vocab_size)
 
 
-def decided(config: Config) -> Plan:
+def decided(config: Config, prompts: Prompts | None, say: Callable[[str], None]) -> Plan:
     """The plan of a configuration on this box; DoesNotFit names the smallest change that would fit."""
-    plan = question(config).answer()
+    asked = question(config)
+    notes = list(asked.notes)
+    if prompts is not None:
+        told, facts = "train.sample_prompts with train.sample_tokens", read_config(find_directory(config.model.path))
+        notes.append(positions_note(asked.spec, facts, prompts.num_positions, told))
+    for note in filter(None, notes):
+        say(f"note: {note}")
+    plan = asked.answer()
     if not plan.fits:
         raise DoesNotFit(plan.refusal())
     return plan

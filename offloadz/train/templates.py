@@ -54,6 +54,14 @@ BUILT_IN_TEMPLATES: dict[str, str] = {
     ),
 }
 
+BUILT_IN_TOKENS: dict[str, tuple[str, ...]] = {
+    "chatml": ("<|im_start|>", "<|im_end|>"),
+    "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    "gemma": ("<start_of_turn>", "<end_of_turn>"),
+    "mistral": ("[INST]", "[/INST]"),
+}
+"""What each writes that should be a token of its own."""
+
 # Llama's own templates print today's date unless they are given one: the same data would become other tokens tomorrow,
 # and a run resumed after midnight would not be the same run.  This is the date those templates themselves fall back to.
 _FIXED_DATE = "26 Jul 2024"
@@ -70,6 +78,8 @@ class ChatTemplate:
         import jinja2
 
         self.text, self.name = text, name
+        self.tokens: tuple[str, ...] = ()
+        """What it writes that should be a token of its own, where that is known."""
         self._values = {**special_tokens, "date_string": _FIXED_DATE}
         self._tools: Tools = None
         self.has_markers = "generation %}" in text or "generation -%}" in text
@@ -131,7 +141,9 @@ def find_template(tokenizer: Any, choice: str) -> ChatTemplate:
     special = {key: value for key, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}
     known = " | ".join(BUILT_IN_TEMPLATES)
     if choice in BUILT_IN_TEMPLATES:
-        return ChatTemplate(BUILT_IN_TEMPLATES[choice], f"built-in template {choice!r}", special)
+        template = ChatTemplate(BUILT_IN_TEMPLATES[choice], f"built-in template {choice!r}", special)
+        template.tokens = BUILT_IN_TOKENS[choice]
+        return template
     if choice:
         path = Path(choice).expanduser()
         if not path.is_file():
@@ -149,7 +161,8 @@ def find_template(tokenizer: Any, choice: str) -> ChatTemplate:
     except ValueError as error:
         raise ConfigError(
             "data: records that are dialogues need a chat template and this tokenizer has none; "
-            f"set data.chat_template to a file or to one of the built-in ones: {known}"
+            f"set data.chat_template to a file or to one of the built-in ones: {known} (and model.add_tokens to the "
+            "special tokens that it writes and the tokenizer lacks)"
         ) from error
     return ChatTemplate(own, "the tokenizer's own template", special)
 

@@ -260,4 +260,11 @@ def template_notes(template: ChatTemplate, tokenizer: Any) -> list[str]:
             f"{template.name} ends a turn with {end!r}, which is {len(pieces)} tokens of this tokenizer: all are "
             "trained, but generation must stop on that text, not on a token"
         )
+    known = tokenizer.get_vocab()
+    missing = [token for token in template.tokens if token not in known]
+    if missing:
+        notes.append(
+            f"{template.name} writes {', '.join(missing)}, which the tokenizer takes apart; to make each one token "
+            f"write add_tokens = {json.dumps(missing)} under [model]"
+        )
     return notes + fixed_date_note(template)
