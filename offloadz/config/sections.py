@@ -50,8 +50,10 @@ class ModelConfig:
 class DataConfig:
     """What it is trained on."""
 
-    train: tuple[str, ...] = _key((), "texts", "files or globs")
-    eval: tuple[str, ...] = _key((), "texts", "files or globs")
+    train: tuple[str, ...] = _key(
+        (), "texts", "files, globs, or data sets of the hub: org/name[/path][@revision][:split]"
+    )
+    eval: tuple[str, ...] = _key((), "texts", "as train")
     eval_share: float = _key(0.0, "float", "instead of eval files: share of train held out", low=0, below=1)
     format: str = _key(
         "auto",

@@ -339,6 +339,8 @@ def load_both(
     """
     samples = load_dataset(train, tokenizer, cfg, vocab_size)
     other = load_dataset(evaluation, tokenizer, cfg, vocab_size) if evaluation else None
+    if other is not None and set(other.audit.files) & set(samples.audit.files):
+        other.audit.notes.append("data.eval names files that are trained on: the loss on them says nothing of new text")
     if cfg.eval_share:
         which = held_out(len(samples), cfg.eval_share, seed)
         other = samples.chosen(which, Audit(samples.audit.files, int(which.sum())))

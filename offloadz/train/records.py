@@ -11,7 +11,6 @@ which buys that a broken line is known before a model is loaded, not after an ho
 from __future__ import annotations
 
 import glob
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Protocol
 from offloadz.plan.errors import ConfigError
 from offloadz.train.files import ENDINGS, Place, read_objects
 from offloadz.train.forms import FORMS, RecordError, SeveralForms, Value, form_of, value_of
+from offloadz.train.hub import hub_files, hub_name
 
 NUM_BAD_SHOWN = 20
 _CHOICES = {
@@ -28,7 +28,6 @@ _CHOICES = {
     "on_long": ("drop", "cut_left", "cut_right", "error"),
     "train_on": ("assistant", "last", "all"),
 }
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 
 
 class DataSettings(Protocol):
@@ -89,16 +88,10 @@ def check_settings(cfg: DataSettings) -> None:
 
 
 def find_files(patterns: Sequence[str]) -> list[str]:
-    """The files that names and globs mean, in the order given, globs sorted; each must be there, and only once."""
+    """The files that names, globs and hub names mean, in the order given, globs sorted; each there, and only once."""
     files: list[str] = []
     for pattern in patterns:
-        name = str(Path(pattern).expanduser())
-        found = (
-            [name] if Path(name).is_file() else sorted(f for f in glob.glob(name, recursive=True) if Path(f).is_file())
-        )
-        if not found:
-            raise ConfigError(f"data: {pattern!r} matches no file; {_hint(pattern)}")
-        for file in found:
+        for file in _files_of(pattern):
             if file in files:
                 raise ConfigError(f"data: {file} is named twice (again by {pattern!r}); name it once")
             if not file.endswith(ENDINGS):
@@ -109,13 +102,17 @@ def find_files(patterns: Sequence[str]) -> list[str]:
     return files
 
 
-def _hint(pattern: str) -> str:
-    if _HUB_NAME.fullmatch(pattern) and not pattern.endswith(ENDINGS) and not Path(pattern).exists():
-        return (
-            "data sets by their hub name are not built yet; fetch it with `hf download --repo-type dataset "
-            f"{pattern} --local-dir DIR` and name its files, such as DIR/**/*.parquet"
-        )
-    return "mend the name in data.train or data.eval"
+def _files_of(pattern: str) -> list[str]:
+    name = str(Path(pattern).expanduser())
+    if Path(name).is_file():
+        return [name]
+    found = sorted(f for f in glob.glob(name, recursive=True) if Path(f).is_file())
+    if found:
+        return found
+    on_hub = hub_name(pattern)
+    if on_hub is None:
+        raise ConfigError(f"data: {pattern!r} matches no file; mend the name in data.train or data.eval")
+    return hub_files(on_hub)
 
 
 def read_records(patterns: Sequence[str], cfg: DataSettings) -> Records:
