@@ -3,7 +3,8 @@
     python docs/make_pictures.py
 
 `timeline.svg` is a simulated step, span by span, of a small model on a made-up machine; `memory.svg` is what the plan
-says of four placements of one model; `tiers.svg` and `disk.svg` are drawn by hand.  Plain SVG, no library.
+says of four placements of one model; `recipes.svg` the bytes of an update by recipe; `tiers.svg` and `disk.svg` are
+drawn by hand.  Plain SVG, no library.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from offloadz.plan.headers import spec_from_formula
 from offloadz.plan.machine import Machine
 from offloadz.plan.placement import Placement
 from offloadz.plan.predict import Prediction, predict
+from offloadz.plan.recipes import STATES, Recipe
 from offloadz.plan.spec import ModelSpec
 from offloadz.plan.timeline import Span
 
@@ -229,9 +231,33 @@ def disk_picture() -> str:
     return picture(900, 266, parts)
 
 
+def recipe_picture() -> str:
+    """Bytes that an AdamW update of one bf16 parameter reads and writes, per recipe."""
+    start, scale = 110, 24
+    parts = [text(20, 24, "bytes an update moves for each parameter, every one once", 14, bold=True)]
+    for row, state in enumerate(STATES):
+        recipe, y, x = Recipe(state), 44 + 34 * row, float(start)
+        pieces = [("gradient", 2.0, COLOURS["gradients"]), ("weight in, out", 4.0, COLOURS["weights"])]
+        pieces += [("low half in, out", 2.0 * recipe.low_item_bytes("bfloat16"), COLOURS["computation"])]
+        each = (recipe.moved_bytes("bfloat16") - sum(size for _, size, _ in pieces)) / 2
+        pieces += [("m in, out", each, COLOURS["state and update"]), ("v in, out", each, COLOURS["saved inputs"])]
+        parts.append(text(20, y + 17, state, 13, bold=True))
+        for name, size, colour in pieces:
+            if size:
+                parts += [box(x, y, size * scale, 24, colour, PAPER, 3)]
+                parts += [note(x + size * scale / 2, y + 16, name, PAPER)] if size >= 4 else []
+                x += size * scale
+        moved = recipe.moved_bytes("bfloat16")
+        gain = Recipe("fp32").moved_bytes("bfloat16") / moved
+        parts.append(
+            text(x + 8, y + 17, f"{moved:.3g}" + (f" (limit {gain:.2f} x fp32)" if gain > 1 else ""), 12, FAINT)
+        )
+    return picture(820, 186, parts)
+
+
 if __name__ == "__main__":
     PICTURES.mkdir(exist_ok=True)
     drawn = {"timeline": timeline_picture(), "memory": memory_picture(), "tiers": tiers_picture()}
-    drawn["disk"] = disk_picture()
+    drawn |= {"disk": disk_picture(), "recipes": recipe_picture()}
     for name, svg in drawn.items():
         (PICTURES / f"{name}.svg").write_text(svg, encoding="utf-8")
