@@ -107,6 +107,8 @@ def transfer_for(swap: Path, io: str = "auto") -> NativeTransfer:
     try:
         place = nearest(swap)
         return choose_transfer(place, probe_direct(place).direct, io)
+    except DiskFailed:
+        raise
     except OSError:
         return ThreadTransfer()
 

