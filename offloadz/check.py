@@ -44,7 +44,7 @@ def check_command(config_path: Path | None, swap: Sequence[str], clean: bool) ->
 
 
 def all_findings(paths: Sequence[Path], io: str = "auto") -> Iterator[Finding]:
-    """The findings of this machine and of each swap path under `offload.io`; a look that fails is a finding, never an exception."""
+    """The findings of this machine and of each swap path under `offload.io`; a look that fails is a finding too."""
     looks: list[tuple[str, Callable[[], Iterator[Finding]]]] = [
         ("native library", _native),
         ("threads", _threads),
@@ -140,12 +140,30 @@ def _leftovers(path: Path, clean: bool) -> None:
         print(
             f"{NOTE:5} left by a dead run: {leftover.path}, {_size(leftover.size_bytes)}, of {leftover.owner} ({age})"
         )
+        print(f"      {_state_told(leftover.path, Path(leftover.owner))}")
         if not clean:
             print("      `offloadz check --clean` removes it; the same run started again takes it over")
         elif not _yes(f"      remove {leftover.path}? [y/N] "):
             print("      kept")
         else:
             print("      removed" if remove(leftover) else "      kept: a run has begun in it")
+
+
+def _state_told(directory: Path, output: Path) -> str:
+    """Whether what a dead run left can be gone on from."""
+    from offloadz.memory.record import FLIP_FILE, read_saved
+    from offloadz.memory.swapdir import STATE
+    from offloadz.plan.errors import DamagedState
+
+    if not (directory / STATE / FLIP_FILE).exists():
+        return "it holds no state to go on from"
+    try:
+        step = read_saved(directory / STATE).record.note["step"]
+    except (DamagedState, OSError, KeyError) as error:
+        return f"its state cannot be gone on from: {error}"
+    if not output.is_dir():
+        return f"it holds the state of step {step}, and its run directory is gone"
+    return f"it holds the state of step {step}: the same run started again goes on from there"
 
 
 def _yes(question: str) -> bool:

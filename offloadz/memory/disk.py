@@ -320,6 +320,8 @@ class DiskTier:
                 if not self.probe.direct:
                     drop_cache(fd, at, part.numel(), operation == "write")
             except TransferDamaged as error:
+                if self.shadow is not None and file.startswith("state/"):
+                    self.shadow.distrust()
                 raise DamagedState(
                     f"{extent.label}: file {self.path / file} is damaged at byte {error.offset}: the piece read"
                     f" has CRC32C {error.found:#010x}, {error.expected:#010x} was written; the state cannot be trusted,"

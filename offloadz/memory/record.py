@@ -108,6 +108,14 @@ def write_flushed(path: Path, data: bytes) -> None:
         os.close(fd)
 
 
+def make_directories(path: Path) -> None:
+    """A directory and those above it that are not there yet, each one's name flushed."""
+    missing = [place for place in (path, *path.parents) if not place.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for place in missing:
+        flush_directory(place.parent)
+
+
 def flush_directory(path: Path) -> None:
     """Make the names in a directory durable."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

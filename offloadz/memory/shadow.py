@@ -24,7 +24,16 @@ from pathlib import Path
 from typing import Any
 
 from offloadz.memory.copies import NONE, Copies, copy_file, is_file, links_match
-from offloadz.memory.record import FLIP_FILE, TABLES_FILE, Saved, flush_directory, put_record, read_record, record_bytes
+from offloadz.memory.record import (
+    FLIP_FILE,
+    TABLES_FILE,
+    Saved,
+    flush_directory,
+    make_directories,
+    put_record,
+    read_record,
+    record_bytes,
+)
 from offloadz.memory.swapdir import STATE
 from offloadz.memory.tier import Extent
 from offloadz.plan.errors import CannotGoOn, DamagedState, DiskFailed
@@ -86,6 +95,10 @@ class Shadow:
         """A checkpoint holds all that the last flip does: the state need not outlive the run."""
         self.worth_keeping = False
 
+    def distrust(self) -> None:
+        """Its bytes are not those that were written: nobody shall go on from here."""
+        self.keeps = self.worth_keeping = False
+
     # ---- checkpoints -------------------------------------------------------------------------------------------
 
     def can_link(self, target: Path, going: tuple[Path, ...] = ()) -> str:
@@ -96,7 +109,7 @@ class Shadow:
             return f"{len(self.copies.pins)} checkpoints hold copies and {self.copies.num} exist"
         probe, other = self.path / "link.bin", target.parent / f"{target.name}.link-{os.getpid()}"
         try:
-            target.parent.mkdir(parents=True, exist_ok=True)
+            make_directories(target.parent)
             probe.touch(mode=0o600)
             other.unlink(missing_ok=True)
             os.link(probe, other)
@@ -236,7 +249,7 @@ class Shadow:
 
 
 def make_durable(path: Path) -> None:
-    """Flush the names of a run's directory: those of its files, its own, and its swap path's."""
+    """Flush the names of a run's directory: those of its files and its own."""
     for directory in (path / STATE, path, path.parent):
         flush_directory(directory)
 

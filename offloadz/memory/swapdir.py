@@ -20,6 +20,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from offloadz.memory.record import make_directories
 from offloadz.plan.errors import ConfigError
 from offloadz.plan.paths import PREFIX, directory_of, owner_name
 
@@ -61,7 +62,7 @@ class SwapDir:
         self.path = directory_of(swap, owner)
         self._pid = os.getpid()
         try:
-            self.swap.mkdir(parents=True, exist_ok=True)
+            make_directories(self.swap)
             self._lock = self._take()
             self.taken_over_bytes = _clear(self.path, keep)
             note = {"owner": owner, "pid": self._pid, "host": socket.gethostname(), "started": time.time()}

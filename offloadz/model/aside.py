@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from offloadz.memory.record import make_directories
 from offloadz.plan.errors import DiskFailed
 
 
@@ -58,7 +59,7 @@ def appearing(target: Path) -> Iterator[Path]:
 
     An existing target is moved aside and removed only after the new one is in place and flushed.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
+    make_directories(target.parent)
     scratch = target.with_name(f"{target.name}.tmp-{os.getpid()}")
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(mode=0o700)

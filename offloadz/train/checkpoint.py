@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from offloadz.memory.record import Saved
+from offloadz.memory.record import Saved, make_directories
 from offloadz.model.aside import clean_leftovers, remove_directory
 from offloadz.model.flips import checkpoint_of, shadow_of
 from offloadz.model.manifest import MANIFEST, read_manifest, verify
@@ -34,7 +34,7 @@ def save_checkpoint(directory: Path, run: Any, extra: Mapping[str, Any], keep: i
     if keep < 1:
         raise ConfigError(f"train.keep is {keep}; at least 1 checkpoint must be kept")
     directory = Path(directory)
-    directory.mkdir(parents=True, exist_ok=True)
+    make_directories(directory)
     clean_leftovers(directory, STEP_NAMES)
     before = _in_order(directory)
     target = directory / f"step-{int(extra['step']):06d}"

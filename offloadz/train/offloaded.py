@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING
 import torch
 
 import offloadz
+from offloadz.memory.swapdir import STATE
+from offloadz.model.flips import cannot_link, shadow_of
 from offloadz.plan.errors import CannotGoOn
-from offloadz.plan.search import Plan
+from offloadz.plan.search import Plan, human
 from offloadz.train.begin import Start, instead_of
 from offloadz.train.checkpoint import prune
 from offloadz.train.planning import optimizer_of
@@ -53,3 +55,23 @@ def _offloaded(config: Config, plan: Plan, adopt: Path | None = None) -> Run:
         checksum=offload.checksum, io=offload.io, poison=config.debug.poison, output=config.train.output,
         adopt=adopt,
     )  # fmt: skip
+
+
+def tell_unlinked(run: Run, plan: Plan, output: Path, say: Callable[[str], None]) -> None:
+    """One line where checkpoints were planned as links and the system does not make them."""
+    shadow = shadow_of(run)
+    if shadow is not None and plan.linked:
+        reason = cannot_link(run, output / "checkpoints" / "step-000000", tuple(shadow.copies.pins))
+        if reason:
+            say(f"checkpoints are written out as safetensors, not linked: {reason}")
+
+
+def tell_kept(run: Run, say: Callable[[str], None]) -> None:
+    """After the end of a run: one line where state newer than its last checkpoint stays on disk."""
+    shadow = shadow_of(run)
+    if shadow is None or not shadow.worth_keeping:
+        return
+    state = shadow.path / STATE
+    step = shadow.flipped["step"] if shadow.flipped else "of the run before"
+    size = sum(path.stat().st_blocks * 512 for path in state.rglob("*") if path.is_file())
+    say(f"state of step {step} stays in {state} ({human(size)}); the same command goes on from there")

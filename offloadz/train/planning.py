@@ -153,6 +153,7 @@ def plan_lines(plan: Plan, config: Config) -> Iterator[str]:
     if plan.disk_written_per_step:
         per_day = int(plan.disk_written_per_step * 86400 / plan.step_s) if plan.step_s else 0
         yield f"written to swap: {human(plan.disk_written_per_step)} a step, {human(per_day)} a day at that speed"
+    yield from (line for line in plan.reasons if line.startswith("state on disk in"))
     threads, reason = update_threads(config.offload.threads)
     yield f"update threads: {threads} ({reason})"
 
