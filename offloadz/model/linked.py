@@ -29,7 +29,7 @@ from offloadz.plan.errors import DamagedState
 from offloadz.plan.recipes import Recipe, num_blocks
 from offloadz.plan.spec import Member, ModelSpec, Part, Section, Unit
 from offloadz.runtime import native
-from offloadz.runtime.rest import _decoded as decoded
+from offloadz.runtime.rest import decoded
 
 ROLES = {"w": "weights", "s": "optimizer"}
 CHECK_BYTES = 8 * PIECE_BYTES

@@ -82,7 +82,7 @@ def _visit(room: Room, index: int, k: int, part: Part, write: bool) -> Iterator[
     else:
         state = _bring(room, "s", index, k, part.state_bytes)
         stored = state_views(part, state)
-        moments = _decoded(unit, part, stored)
+        moments = decoded(unit, part, stored)
         yield PartView(index, unit, k, part, flat, stored.low, dict(zip(part.recipe.moments, moments, strict=True)))
     if write:
         _send_home(room, "w", index, k, weight)
@@ -91,7 +91,7 @@ def _visit(room: Room, index: int, k: int, part: Part, write: bool) -> Iterator[
             _send_home(room, "s", index, k, state)
 
 
-def _decoded(unit: Unit, part: Part, stored: StateViews) -> list[Tensor]:
+def decoded(unit: Unit, part: Part, stored: StateViews) -> list[Tensor]:
     """The moments in fp32: themselves where they are stored so, else copies."""
     if part.recipe.code_bytes == 4:
         return list(stored.moments)
