@@ -4,7 +4,7 @@
 
 `timeline.svg` is a simulated step, span by span, of a small model on a made-up machine; `memory.svg` is what the plan
 says of four placements of one model; `recipes.svg` the bytes of an update by recipe; `tiers.svg` and `disk.svg` are
-drawn by hand.  Plain SVG, no library.
+drawn by hand, `copies.svg` by the code that chooses copies.  Plain SVG, no library.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ import json
 import tempfile
 from pathlib import Path
 
+from offloadz.memory.copies import Copies
+from offloadz.memory.tier import Extent
 from offloadz.plan.footprint import Batch, footprint
 from offloadz.plan.headers import spec_from_formula
 from offloadz.plan.machine import Machine
@@ -255,9 +257,43 @@ def recipe_picture() -> str:
     return picture(820, 186, parts)
 
 
+def copies_picture() -> str:
+    """Three steps over three copies of one extent, with a checkpoint after the first; by the code that chooses them."""
+    copies, extent = Copies(3), Extent("state/weights.bin", 0, 4096, "a part")
+    copies.add(extent)
+    parts = [text(20, 24, "three copies of every extent: one valid, one written beside it, one held", 14, bold=True)]
+    parts += [note(250 + 190 * copy, 50, f"weights.{copy}.bin", FAINT) for copy in range(3)]
+    live, kept, y = -1, -1, 62
+    for step in (1, 2, 3):
+        written = copies.to_write(extent)
+        parts += _copies_row(y, f"step {step} is stored", live, kept, written)
+        copies.flip()
+        live, y = written, y + 36
+        parts += _copies_row(y, f"flip: step {step} is valid", live, kept)
+        y += 36
+        if step == 1:
+            copies.pins[Path("checkpoint")], kept = copies.choice(), written
+            parts += _copies_row(y, "checkpoint of step 1", live, kept)
+            y += 36
+    parts.append(text(20, y + 16, "A kill in any row leaves what is green; the checkpoint is a hard link.", 12, FAINT))
+    return picture(740, y + 32, parts)
+
+
+def _copies_row(y: int, title: str, live: int, kept: int, written: int = -1) -> list[str]:
+    parts = [text(20, y + 20, title, 12)]
+    for copy in range(3):
+        names = [name for name, of in (("valid", live), ("held by the checkpoint", kept)) if of == copy]
+        names += ["being written"] if copy == written else []
+        colour = COLOURS["weights"] if copy == live else COLOURS["computation"] if copy == kept else ""
+        colour = COLOURS["state and update"] if copy == written else colour
+        parts.append(box(160 + 190 * copy, y, 180, 30, colour or PAPER, INK if colour else FAINT, 3))
+        parts.append(note(250 + 190 * copy, y + 20, ", ".join(names) or "free", PAPER if colour else FAINT))
+    return parts
+
+
 if __name__ == "__main__":
     PICTURES.mkdir(exist_ok=True)
     drawn = {"timeline": timeline_picture(), "memory": memory_picture(), "tiers": tiers_picture()}
-    drawn |= {"disk": disk_picture(), "recipes": recipe_picture()}
+    drawn |= {"disk": disk_picture(), "recipes": recipe_picture(), "copies": copies_picture()}
     for name, svg in drawn.items():
         (PICTURES / f"{name}.svg").write_text(svg, encoding="utf-8")

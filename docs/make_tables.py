@@ -51,10 +51,10 @@ MODELS = {
 }
 
 
-def planned(model: dict[str, Any], memory_gib: int) -> Plan:
+def planned(model: dict[str, Any], memory_gib: int, copies: int = 0) -> Plan:
     """The plan for a model in bfloat16 on a machine without a GPU that has this much free memory and any disk."""
     machine = Machine("any", memory_gib * GIB, "the table", device_bytes=memory_gib * GIB, cores=8)
-    return decide(spec_of(model), machine, Wishes(ROWS, LENGTH, swap=True))
+    return decide(spec_of(model), machine, Wishes(ROWS, LENGTH, swap=True, keep=0, copies=copies, linkable=True))
 
 
 def spec_of(model: dict[str, Any]) -> ModelSpec:
@@ -75,7 +75,8 @@ def cell(plan: Plan) -> str:
     if not on_disk:
         return f"all in memory: {memory}"
     what = "all four" if len(on_disk) == 4 else ", ".join(on_disk)
-    return f"{what} on disk: {memory}, swap {human(plan.peak['disk'], up=True)}"
+    links = ", checkpoints in it" if plan.linked else ""
+    return f"{what} on disk: {memory}, swap {human(plan.peak['disk'], up=True)}{links}"
 
 
 def machine_table() -> str:
@@ -84,8 +85,8 @@ def machine_table() -> str:
     lines = ["| free host memory | " + " | ".join(MODELS) + " |", "|---" * (len(MODELS) + 1) + "|"]
     for row, gib in enumerate(MEMORIES_GIB):
         lines.append(f"| {gib} GiB | " + " | ".join(cell(plans[name][row]) for name in MODELS) + " |")
-    kept = [human(plans[name][0].peak["checkpoint"], up=True) for name in MODELS]
-    lines.append("| under `train.output`, any memory | " + " | ".join(kept) + " |")
+    kept = [human(planned(model, MEMORIES_GIB[0], copies=1).peak["checkpoint"], up=True) for model in MODELS.values()]
+    lines.append("| else, under `train.output` | " + " | ".join(kept) + " |")
     return "\n".join(lines)
 
 
