@@ -63,9 +63,16 @@ def _quota_v1(group: Path) -> float | None:
         return None
 
 
-def update_threads(requested: int, local_ranks: int = 1) -> tuple[int, str]:
+def ranks_here() -> int:
+    """Ranks that a launcher started on this machine (torchrun's LOCAL_WORLD_SIZE), 1 where none did."""
+    found = os.environ.get("LOCAL_WORLD_SIZE", "").strip()
+    return int(found) if found.isdigit() and int(found) else 1
+
+
+def update_threads(requested: int, local_ranks: int | None = None) -> tuple[int, str]:
     """Threads for the update of this rank and why: `requested` (offload.threads) if above 0, else the cores allowed
-    divided by the ranks on this machine, at least 1."""
+    divided by the ranks on this machine (None: as many as a launcher says), at least 1."""
+    local_ranks = ranks_here() if local_ranks is None else local_ranks
     if not 0 <= requested <= MAX_THREADS:
         raise ValueError(f"offload.threads is {requested}; 0 (all cores allowed) or 1 to {MAX_THREADS} is needed")
     if local_ranks < 1:
