@@ -88,9 +88,6 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
     NotBuilt("offload.commit", ("shadow",), _LATER, '"auto", "hold" or "in_place"'),
     NotBuilt("offload.zero_stage", (1, 2, 3), "needs several ranks, which are not built yet", '"auto" or 0'),
 )
-_TRAINING_NOT_BUILT = (
-    NotBuilt("offload.machine", (), "is not built yet for train", '"auto"; `offloadz plan --machine` takes a machine'),
-)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = (), *, training: bool = False) -> Config:
@@ -132,8 +129,7 @@ def config_differences(old: Config, new: Config, *, every_key: bool = False) -> 
 
 def _finished(reading: Reading, training: bool) -> Config:
     config = Config(**{section: kind(**reading.values[section]) for section, kind in SECTIONS.items()})
-    tables = NOT_BUILT + (_TRAINING_NOT_BUILT if training else ())
-    found = [*_not_built(config, tables), *_contradictions(config), *_of_other_rules(config)]
+    found = [*_not_built(config, NOT_BUILT), *_contradictions(config), *_of_other_rules(config)]
     found += _needed(config, training)
     unread = set(reading.wrong)  # a default stands in for these: nothing can be said about them together with others
     for keys, text in found:

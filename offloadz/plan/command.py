@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from offloadz.plan.footprint import PHASES, TIERS
+from offloadz.plan.machine import rates_told
 from offloadz.plan.predict import predict
 from offloadz.plan.search import Plan, human
 from offloadz.plan.timeline import write_trace
@@ -115,19 +116,17 @@ def _print_terms(console: object, plan: Plan) -> None:
 
 def _print_times(console: object, plan: Plan) -> None:
     busy = ", ".join(f"{lane} {s / plan.step_s:.0%}" for lane, s in (plan.busy_s or {}).items() if s)
-    per_day = plan.to_json()["disk_written_per_day"]
     hides = plan.smallest_tokens_per_step
     lines = [
         f"step {plan.step_s:.3g} s, {plan.tokens_per_s:,.0f} tokens/s, bottleneck {plan.bottleneck}; busy: {busy}",
-        f"written to disk: {human(plan.disk_written_per_step)} a step, {human(per_day)} a day without a pause; "
-        "drive life: its endurance is not known",
+        *plan.wear.lines(),
         "transfers are hidden from "
         + (f"{hides:,} tokens a step on" if hides is not None else "no number of tokens: saved inputs move too slowly"),
         _honesty(plan),
     ]
     for line in lines:
-        console.print(line, soft_wrap=True)  # type: ignore[attr-defined]
+        console.print(line, soft_wrap=True, markup=False)  # type: ignore[attr-defined]
 
 
 def _honesty(plan: Plan) -> str:
-    return f"times are predicted, from {plan.rates_source} rates; nothing was measured on this machine"
+    return f"times are predicted, {rates_told(plan.rates_source)}"

@@ -1,9 +1,9 @@
 """A box as data: how many bytes each tier has, and how fast each lane is.
 
 The limits are the true ones: the smallest of the machine's memory, every control group above this process (version 1
-and 2) and the process's own limits, because whichever is smallest is the one that kills.  Left to others: the bench
-that measures rates and the catalogue of machines.  The trade-off: `probe_machine` measures nothing, so its rates are
-typical figures, marked unverified, and a time predicted from them can be off by a factor of two.
+and 2) and the process's own limits, because whichever is smallest is the one that kills.  Left to others: machine files
+(`catalogue.py`) and measuring.  The trade-off: `probe_machine` measures nothing, so its rates are typical figures,
+marked unverified, and a time predicted from them can be off by a factor of two.
 """
 
 from __future__ import annotations
@@ -38,6 +38,21 @@ class Limit:
     source: str
 
 
+UNVERIFIED = "typical, unverified"
+"""Source of a figure that nobody measured."""
+
+
+@dataclass(frozen=True)
+class Drive:
+    """The drive of `offload.swap`, as far as it is known; its rates are among the machine's."""
+
+    name: str
+    size_bytes: int | None = None
+    endurance_bytes: int | None = None
+    """Bytes that may be written to it in its life."""
+    endurance_source: str = ""
+
+
 @dataclass(frozen=True)
 class Machine:
     """What the plan needs to know of a box.
@@ -55,7 +70,15 @@ class Machine:
     unified: bool = True
     cores: int = 1
     rates: Mapping[str, float] = field(default_factory=lambda: dict(TYPICAL_RATES))
-    rates_source: str = "typical, unverified"
+    rates_source: str = UNVERIFIED
+    drive: Drive | None = None
+
+
+def rates_told(rates_source: str) -> str:
+    """In words where the rates of a prediction come from."""
+    if rates_source.startswith(UNVERIFIED):
+        return f"from {rates_source} rates; nothing was measured on this machine"
+    return f"from the rates of {rates_source}; nothing was measured by this command"
 
 
 def probe_machine(root: str | Path = "/") -> Machine:

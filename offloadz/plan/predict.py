@@ -13,12 +13,15 @@ from offloadz.plan.footprint import Batch, saved_bytes
 from offloadz.plan.machine import Machine
 from offloadz.plan.ops import LANES, Op, Program
 from offloadz.plan.passes import compiled
-from offloadz.plan.placement import Placement
+from offloadz.plan.placement import Placement, accumulates
 from offloadz.plan.recipes import EXACT
-from offloadz.plan.spec import ITEM_BYTES, ModelSpec
+from offloadz.plan.spec import ITEM_BYTES, ModelSpec, aligned
 from offloadz.plan.steps import Backward, Finish, Forward, Phase, Turn, build
 from offloadz.plan.timeline import Timeline, from_virtual
 from offloadz.plan.walk import Frontier, VirtualLane, simulate
+
+PIECE_BYTES = 1 << 20
+"""What one checksum covers (`memory/tier.py`, which a plan does not import)."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,21 @@ class Costs:
         """Bytes an op of a transfer lane moves; saved inputs have the size of a micro-batch."""
         return self.saved_bytes if op.verb.endswith(".x") else op.nbytes
 
+    def written_bytes(self, op: Op) -> int:
+        """Bytes an op of the lane that writes puts on the drive, in whole pages, as the disk tier does.
+
+        A rounded gradient may lie where its fp32 sum did and then ends a checksum piece instead of its extent.
+        """
+        if not op.verb.startswith("store.g"):
+            return aligned(self.nbytes(op))
+        unit, sums = self.spec.units[op.unit], accumulates(self.spec, self.placement, op.unit)
+        total = 0
+        for part in (unit.parts[k] for k in unit.trained_parts):
+            room = part.num_elements * 4 if sums else part.weight_bytes
+            whole = room if op.verb.endswith(".sum") else min(aligned(part.weight_bytes, PIECE_BYTES), room)
+            total += aligned(whole)
+        return total
+
     def device_s(self, op: Op) -> float:
         """Seconds of a computation: 2 flop per weight and token forward, 8 in a backward that recomputes first."""
         if op.verb not in ("forward", "backward") or op.unit < 0:
@@ -108,12 +126,11 @@ def predict(spec: ModelSpec, placement: Placement, batch: Batch, machine: Machin
         lane.spans.clear()
     simulate(program, lanes, frontier)
     timeline = from_virtual(lanes)
-    moved = {
-        name: sum(costs.nbytes(op) for op in program.ops if op.lane == name) for name in ("disk_read", "disk_write")
-    }
+    read = sum(costs.nbytes(op) for op in program.ops if op.lane == "disk_read")
+    written = sum(costs.written_bytes(op) for op in program.ops if op.lane == "disk_write")
     busy = {lane: sum(costs(op) for op in program.ops if op.lane == lane) for lane in LANES}
     step_s = lanes["device"].free_s - first_s
-    return Prediction(program, timeline, step_s, busy, moved["disk_read"], moved["disk_write"])
+    return Prediction(program, timeline, step_s, busy, read, written)
 
 
 def hiding_tokens(

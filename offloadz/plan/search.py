@@ -24,6 +24,7 @@ from offloadz.plan.placement import KINDS, Placement
 from offloadz.plan.predict import Prediction, hiding_tokens, predict
 from offloadz.plan.recipes import Recipe
 from offloadz.plan.spec import ModelSpec
+from offloadz.plan.wear import NO_WEAR, Wear, wear_of
 
 MEMORY_SHARE = 0.9
 """Of what is available, left alone for whatever else the box does; a limit that a user sets is used whole."""
@@ -97,7 +98,7 @@ class Plan:
     tokens_per_s: float = 0.0
     bottleneck: str = ""
     busy_s: dict[str, float] | None = None
-    disk_written_per_step: int = 0
+    wear: Wear = NO_WEAR
     smallest_tokens_per_step: int | None = None
     rates_source: str = ""
     keep: int = 2
@@ -106,8 +107,7 @@ class Plan:
     """Format of the optimizer's state."""
     recipe_told: str = ""
     """The same in words, with the bytes a parameter."""
-    drive_life_steps: int | None = None
-    """None: the endurance of the drive is not known."""
+    machine: str = ""
 
     @property
     def commit(self) -> str:
@@ -148,7 +148,7 @@ class Plan:
         same = (
             "fits", "smallest_change", "shortage", "step_s", "tokens_per_s", "bottleneck", "busy_s", "bytes", "peak",
             "limits", "limit_source", "recipe", "slots", "sweeps", "micro_batch_size", "commit", "device", "threads",
-            "disk_written_per_step", "drive_life_steps", "smallest_tokens_per_step", "rates_source",
+            "smallest_tokens_per_step", "rates_source", "machine",
         )  # fmt: skip
         found = {key: getattr(self, key) for key in same}
         found["placement"] = {kind: getattr(self.placement, kind) for kind in KINDS}
@@ -156,9 +156,7 @@ class Plan:
         found["copies"], found["keep"], found["linked"] = self.placement.copies, self.keep, self.linked
         found["terms"] = self.footprint.terms
         found["reasons"] = list(self.reasons)
-        days = 86400 / self.step_s if self.step_s else 0.0
-        found["disk_written_per_day"] = int(self.disk_written_per_step * days)
-        return found
+        return found | self.wear.to_json()
 
 
 @dataclass(frozen=True)
@@ -204,7 +202,7 @@ def _timed(plan: Plan, spec: ModelSpec, machine: Machine) -> Plan:
         tokens_per_s=plan.batch.tokens / found.step_s if found.step_s else 0.0,
         bottleneck=found.bottleneck,
         busy_s=found.busy_s,
-        disk_written_per_step=found.disk_written_bytes,
+        wear=wear_of(spec, plan.placement, found.disk_written_bytes, found.step_s, machine.drive),
         smallest_tokens_per_step=hiding_tokens(spec, plan.placement, plan.batch, found, machine),
     )
 
@@ -369,6 +367,7 @@ def _describe(
         shortage=shortage,
         reasons=tuple(_reasons(chosen, wishes, limits)),
         rates_source=machine.rates_source,
+        machine=machine.name,
         recipe=chosen.recipe.state,
         recipe_told=chosen.recipe.told(chosen.placement.storage),
         keep=num_kept(chosen.placement, wishes.keep),

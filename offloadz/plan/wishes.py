@@ -14,10 +14,11 @@ from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from offloadz.plan.catalogue import catalogue_drive, number, read_machine
 from offloadz.plan.errors import ConfigError
 from offloadz.plan.footprint import reading, score_copies
 from offloadz.plan.headers import find_directory, model_spec, read_config
-from offloadz.plan.machine import Machine, disk_free, probe_machine
+from offloadz.plan.machine import TYPICAL_RATES, Drive, Machine, disk_free, probe_machine
 from offloadz.plan.paths import directory_of, owner_name
 from offloadz.plan.positions import positions_note
 from offloadz.plan.recipes import recipe_of
@@ -27,8 +28,8 @@ from offloadz.plan.spec import ModelSpec
 if TYPE_CHECKING:
     from offloadz.config import Config
 
-SETTABLE = ("host_memory", "disk_free", "cores")
-"""What `offloadz plan --set` may change of the machine."""
+SETTABLE = ("host_memory", "disk_free", "cores", "drive", "endurance", *TYPICAL_RATES)
+"""What `offloadz plan --set` may change of the machine: its sizes, its drive, and the rates of its lanes."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,8 @@ def question(config: Config, machine_name: str | None = None, sets: Sequence[str
     note = positions_note(spec, read_config(directory), config.data.max_length, "data.max_length")
     wishes = wishes_of(config, read_config(directory))
     wishes = replace(wishes, reading_bytes=_reading_bytes(config, directory), random=model.init == "random")
-    machine, wishes = _changed(this_machine(config, machine_name), wishes, sets)
+    machine = asked_machine(config, machine_name)
+    machine, wishes = _changed(machine, _on_its_drive(machine, wishes, imagined=bool(machine_name)), sets)
     return Question(spec, machine, wishes, (note,) if note else ())
 
 
@@ -73,17 +75,36 @@ def _reading_bytes(config: Config, directory: Path) -> int:
     return reading(tokenizer_bytes, sum(os.path.getsize(path) for path in records))
 
 
-def this_machine(config: Config, name: str | None = None) -> Machine:
-    """The box itself; other machines are not built and refused by name."""
-    asked = name or (config.offload.machine if config.offload.machine != "auto" else "")
-    if asked:
-        raise ConfigError(
-            f"machine {asked!r}: machine files and the catalogue are not built yet; "
-            f"leave it out to plan for this box, with --set {'=..., --set '.join(SETTABLE)}=... for another size"
-        )
+def asked_machine(config: Config, name: str | None = None) -> Machine:
+    """The box a plan is for: `name` (a file or catalogue name) as it stands; else this one.
+
+    A file of `offload.machine` says what is known of this one, so it lowers its memory and cores and never raises them.
+    """
     if config.offload.device not in ("auto", "cpu"):
         raise ConfigError(f"offload.device = {config.offload.device!r} is not built yet; needed: auto or cpu")
-    return probe_machine()
+    box, told = probe_machine(), config.offload.machine
+    swap = Path(config.offload.swap[0]) if config.offload.swap else None
+    if name:
+        return read_machine(name, box, swap)
+    if told == "auto":
+        return box
+    found = read_machine(told, box, swap)
+    if found.host_bytes > box.host_bytes:
+        found = replace(found, host_bytes=box.host_bytes, device_bytes=box.host_bytes, host_source=box.host_source)
+    return replace(found, cores=min(found.cores, box.cores))
+
+
+def _on_its_drive(machine: Machine, wishes: Wishes, imagined: bool) -> Wishes:
+    """With the room of the machine's drive: that of an imagined box as it is, on this one no more than is free."""
+    size = machine.drive.size_bytes if machine.drive is not None else None
+    if size is None or not wishes.swap:
+        return wishes
+    return _with_room(wishes, size if imagined or wishes.disk_free is None else min(size, wishes.disk_free))
+
+
+def _with_room(wishes: Wishes, num_bytes: int) -> Wishes:
+    shared = num_bytes if wishes.same_drive else wishes.checkpoint_free
+    return replace(wishes, disk_free=num_bytes, checkpoint_free=shared)
 
 
 def wishes_of(config: Config, model_config: dict[str, Any]) -> Wishes:
@@ -146,24 +167,52 @@ def _drive(place: Path) -> int:
 
 
 def _changed(machine: Machine, wishes: Wishes, sets: Sequence[str]) -> tuple[Machine, Wishes]:
-    """The machine with `key=value` changes; raises ConfigError for an unknown key or a value that is no size."""
-    from offloadz.config import parse_bytes
+    """The machine with `key=value` changes; raises ConfigError for an unknown key or a value that is none."""
+    from offloadz.config.values import nearest, parse_bytes
 
     for text in sets:
         key, equals, value = text.partition("=")
         if not equals or key not in SETTABLE:
-            raise ConfigError(f"--set {text!r}; needed: key=value with a key of {', '.join(SETTABLE)}")
+            guess = nearest(key, SETTABLE)
+            hint = f"; nearest is {guess}" if guess and guess != key else ""
+            raise ConfigError(f"--set {text!r}; needed: key=value with a key of {', '.join(SETTABLE)}{hint}")
         try:
-            number = int(value) if key == "cores" else parse_bytes(value)
+            if key == "drive":
+                drive, rates = catalogue_drive(value)
+                machine = _rated(replace(machine, drive=drive), rates)
+                wishes = _on_its_drive(machine, wishes, imagined=True)
+            elif key in TYPICAL_RATES:
+                machine = _rated(machine, {key: number(_plain(value), key)})
+            else:
+                found = int(value) if key == "cores" else parse_bytes(value)
+                machine, wishes = _sized(machine, wishes, key, found, text)
         except ValueError as error:
-            raise ConfigError(f"--set {key}: {error}") from None
-        if number < 1:
-            raise ConfigError(f"--set {key}={value}; needed: more than 0")
-        if key == "host_memory":
-            machine = replace(machine, host_bytes=number, device_bytes=number, host_source=f"--set {text}")
-        elif key == "cores":
-            machine = replace(machine, cores=number)
-        else:
-            shared = number if wishes.same_drive else wishes.checkpoint_free
-            wishes = replace(wishes, disk_free=number, checkpoint_free=shared)
+            raise ConfigError(f"--set {text if key == 'cores' else key}: {error}") from None
     return machine, wishes
+
+
+def _sized(machine: Machine, wishes: Wishes, key: str, found: int, text: str) -> tuple[Machine, Wishes]:
+    """One size set anew."""
+    if found < 1:
+        raise ValueError("needs more than 0")
+    if key == "host_memory":
+        return replace(machine, host_bytes=found, device_bytes=found, host_source=f"--set {text}"), wishes
+    if key == "cores":
+        return replace(machine, cores=found), wishes
+    if key == "disk_free":
+        return machine, _with_room(wishes, found)
+    drive = machine.drive or Drive("the drive of offload.swap")
+    return replace(machine, drive=replace(drive, endurance_bytes=found, endurance_source=f"--set {text}")), wishes
+
+
+def _rated(machine: Machine, rates: dict[str, float]) -> Machine:
+    told = machine.rates_source.removesuffix(" and --set")
+    return replace(machine, rates={**machine.rates, **rates}, rates_source=f"{told} and --set")
+
+
+def _plain(value: str) -> float | str:
+    """A number where the text is one."""
+    try:
+        return float(value)
+    except ValueError:
+        return value

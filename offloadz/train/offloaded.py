@@ -20,7 +20,7 @@ from offloadz.plan.errors import CannotGoOn
 from offloadz.plan.search import Plan, human
 from offloadz.train.begin import Start, instead_of
 from offloadz.train.checkpoint import prune
-from offloadz.train.planning import optimizer_of
+from offloadz.train.planning import optimizer_of, threads_asked
 
 if TYPE_CHECKING:
     from offloadz.config import Config
@@ -41,7 +41,7 @@ def begun(config: Config, plan: Plan, start: Start | None, say: Callable[[str], 
 
 def _offloaded(config: Config, plan: Plan, adopt: Path | None = None) -> Run:
     """The model under its plan, with its weights where they belong."""
-    model, offload = config.model, config.offload
+    model, offload, threads = config.model, config.offload, threads_asked(config, plan)
     module = offloadz.load(
         model.path, dtype=getattr(torch, model.dtype), init=model.init, seed=config.train.seed,
         attention=model.attention, add_tokens=model.add_tokens, trust_remote_code=model.trust_remote_code,
@@ -51,7 +51,7 @@ def _offloaded(config: Config, plan: Plan, adopt: Path | None = None) -> Run:
         module, optimizer=optimizer_of(config), plan=plan, swap=list(offload.swap), slots=plan.slots,
         sweeps=plan.sweeps, micro_batch_size=plan.micro_batch_size, batch_size=config.train.batch_size,
         max_length=config.data.max_length, max_grad_norm=config.optimizer.max_grad_norm, dtype=model.dtype,
-        keep_float32=model.keep_float32, freeze=model.freeze, threads=offload.threads, seed=config.train.seed,
+        keep_float32=model.keep_float32, freeze=model.freeze, threads=threads, seed=config.train.seed,
         checksum=offload.checksum, io=offload.io, poison=config.debug.poison, output=config.train.output,
         adopt=adopt,
     )  # fmt: skip

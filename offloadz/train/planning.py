@@ -17,11 +17,12 @@ from offloadz.model.optimizer import KINDS, Settings
 from offloadz.model.vocabulary import add_tokens
 from offloadz.plan.errors import ConfigError, DoesNotFit
 from offloadz.plan.headers import find_directory, read_config
+from offloadz.plan.machine import rates_told
 from offloadz.plan.positions import positions_note
 from offloadz.plan.search import Plan, human
 from offloadz.plan.vocabulary import table_rows
 from offloadz.plan.wishes import question
-from offloadz.runtime.threads import update_threads
+from offloadz.runtime.threads import MAX_THREADS, update_threads
 from offloadz.train.batches import Loader
 from offloadz.train.data import Dataset, load_both
 from offloadz.train.sampling import Prompts
@@ -148,14 +149,21 @@ def plan_lines(plan: Plan, config: Config) -> Iterator[str]:
     yield f"predicted peaks: {', '.join(parts)} (host memory is limited by {plan.limit_source})"
     yield (
         f"predicted step: {plan.step_s:.3g} s, {plan.tokens_per_s:,.0f} tokens/s, bottleneck {plan.bottleneck} "
-        f"(from {plan.rates_source} rates, nothing was measured)"
+        f"({rates_told(plan.rates_source)})"
     )
-    if plan.disk_written_per_step:
-        per_day = int(plan.disk_written_per_step * 86400 / plan.step_s) if plan.step_s else 0
-        yield f"written to swap: {human(plan.disk_written_per_step)} a step, {human(per_day)} a day at that speed"
+    if plan.wear.written_bytes:
+        yield from plan.wear.lines()
     yield from (line for line in plan.reasons if line.startswith("state on disk in"))
-    threads, reason = update_threads(config.offload.threads)
+    threads, reason = update_threads(threads_asked(config, plan))
+    if config.offload.machine != "auto" and not config.offload.threads:
+        reason = f"the cores of {plan.machine} that this machine has too"
     yield f"update threads: {threads} ({reason})"
+
+
+def threads_asked(config: Config, plan: Plan) -> int:
+    """Threads of the update as `offload.threads` says, else as many as a machine file has cores; 0: all there are."""
+    told = config.offload
+    return told.threads or (0 if told.machine == "auto" else min(plan.threads, MAX_THREADS))
 
 
 def _of(limit: int | None) -> str:

@@ -1,0 +1,222 @@
+"""Machine files and the catalogue: what they say is in force, what is wrong is named.  Kinds K01 and K19."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from offloadz.config import load_config
+from offloadz.plan.catalogue import DRIVES, FOLDER, catalogue_drive, machine_names, read_machine
+from offloadz.plan.errors import ConfigError
+from offloadz.plan.machine import TYPICAL_RATES, UNVERIFIED, Machine, allowed_cores, host_limit
+from offloadz.plan.wishes import Question, question
+
+GIB = 1 << 30
+BOX = Machine("box", 8 * GIB, "a test", device_bytes=8 * GIB, cores=3)
+WHOLE = """
+name = "desk"
+source = "measured 2026-02-01, idle"
+[host]
+memory = "64GiB"
+cores = 16
+[rates]
+device = 1.5e12
+memory = "60GB/s"
+h2d = 5e10
+d2h = { value = 4e10, source = "a guess" }
+cpu = 2000000000
+[[drive]]
+model = "a drive"
+size = "2TB"
+read = "7GB/s"
+write = 5.5e9
+endurance = { value = "1200TB", source = "its maker" }
+"""
+
+
+def written(folder: Path, text: str) -> str:
+    path = folder / "box.toml"
+    path.write_text(text)
+    return str(path)
+
+
+def test_every_figure_of_a_file_is_taken(tmp_path: Path) -> None:
+    found = read_machine(written(tmp_path, WHOLE), BOX)
+    assert (found.name, found.host_bytes, found.device_bytes, found.cores) == ("desk", 64 * GIB, 64 * GIB, 16)
+    assert found.rates == {
+        "device": 1.5e12, "memory": 6e10, "h2d": 5e10, "d2h": 4e10, "cpu": 2e9, "disk_read": 7e9, "disk_write": 5.5e9,
+    }  # fmt: skip
+    assert found.drive is not None and found.drive.size_bytes == 2 * 10**12
+    assert (found.drive.endurance_bytes, found.drive.endurance_source) == (1200 * 10**12, "its maker")
+    assert "d2h: a guess" in found.rates_source and "disk_write: measured 2026-02-01, idle" in found.rates_source
+    assert "measured 2026-02-01, idle" in found.host_source
+
+
+def test_what_a_file_leaves_out_is_this_box_and_typical(tmp_path: Path) -> None:
+    found = read_machine(written(tmp_path, "[rates]\ncpu = 3e9\n"), BOX)
+    assert (found.host_bytes, found.cores, found.host_source, found.drive) == (8 * GIB, 3, "a test", None)
+    assert found.rates == {**TYPICAL_RATES, "cpu": 3e9}
+    assert found.rates_source == f"machine file box.toml ({UNVERIFIED})", "a figure without a source counts as none"
+    assert read_machine(written(tmp_path, ""), BOX).rates_source == BOX.rates_source
+
+
+def test_the_drive_is_the_one_that_holds_the_swap_path(tmp_path: Path) -> None:
+    text = "".join(
+        f'[[drive]]\npath = "{tmp_path}/{place}"\nwrite = {rate}\nendurance = "{rate}TB"\n'
+        for place, rate in (("a", 1), ("a/deep", 2), ("b", 3))
+    )
+    told = written(tmp_path, text)
+    for swap, rate in (("a/swap", 1), ("a/deep/swap", 2), ("b", 3)):
+        found = read_machine(told, BOX, tmp_path / swap)
+        assert found.drive is not None and found.drive.endurance_bytes == rate * 10**12
+        assert found.rates["disk_write"] == rate
+    for elsewhere in (tmp_path / "c", tmp_path / "ab", None):
+        found = read_machine(told, BOX, elsewhere)
+        assert found.drive is None and found.rates["disk_write"] == TYPICAL_RATES["disk_write"]
+
+
+def test_a_drive_of_the_catalogue_takes_figures_of_the_file_before_its_own(tmp_path: Path) -> None:
+    found = read_machine(written(tmp_path, '[[drive]]\nmodel = "samsung-990-pro-2tb"\nwrite = "2GB/s"\n'), BOX)
+    assert found.drive is not None and found.drive.endurance_bytes == 1200 * 10**12
+    assert (found.rates["disk_read"], found.rates["disk_write"]) == (7.45e9, 2e9)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[host]\nmemry = 1", "unknown key host.memry; nearest is memory"),
+        ("[rate]\ncpu = 1", "unknown key rate; nearest is rates"),
+        ("[[drive]]\nendurence = 1", "unknown key drive.endurence; nearest is endurance"),
+        ("[host]\nmemory = 0", "host.memory = 0: needs a number above 0"),
+        ("[host]\nmemory = '64'", "host.memory = '64': needs a size with a unit"),
+        ("[host]\ncores = 2.5", "host.cores = 2.5: needs a whole number"),
+        ("[host]\ncores = '2GB'", "host.cores = '2GB': needs a number above 0"),
+        ("[rates]\ncpu = -1", "rates.cpu = -1: needs a number above 0"),
+        ("[rates]\ndevice = nan", "rates.device = nan: needs"),
+        ("[rates]\nmemory = inf", "rates.memory = inf: needs"),
+        ("[rates]\nmemory = true", "rates.memory = True: needs"),
+        ("[rates]\ncpu = {valu = 1}", 'rates.cpu needs { value = ..., source = "..." }, found the keys valu'),
+        ("[[drive]]\nread = 'fast'", "drive.read = 'fast': needs"),
+        ("[[drive]]\n[[drive]]", "2 drives, and more than one without a path"),
+        ("drive = 3", "drive needs tables [[drive]], found 3"),
+        ("host = 3", "host needs a table, found 3"),
+        ("source = 3", "source needs text, found 3"),
+        ('device = "cuda:0"', "device = 'cuda:0': a plan for it is not built yet; needed: cpu"),
+        ("host", "the machine file"),
+    ],
+)
+def test_what_is_wrong_is_named(tmp_path: Path, text: str, words: str) -> None:
+    told = written(tmp_path, text)
+    with pytest.raises(ConfigError, match=re.escape(words)) as caught:
+        read_machine(told, BOX)
+    assert told in str(caught.value)
+
+
+def test_names_are_of_the_catalogue_or_files_that_are_there(tmp_path: Path) -> None:
+    for told, words in (
+        ("latop", "nearest is laptop"),
+        ("rtx4090", "machines with a GPU are not built yet"),
+        ("drives", "is not in the catalogue"),
+        (str(tmp_path / "none.toml"), "there is no such file"),
+        (str(tmp_path), "there is no such file"),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(words)):
+            read_machine(told, BOX)
+    with pytest.raises(ConfigError, match="nearest is samsung-990-pro-2tb"):
+        catalogue_drive("samsung-990-pro")
+
+
+def test_the_catalogue_is_whole_and_names_its_sources() -> None:
+    from tomllib import loads
+
+    assert machine_names() == ["cpu-2core", "laptop"]
+    for name in machine_names():
+        found = read_machine(name, BOX)
+        assert found.host_bytes != BOX.host_bytes and found.drive is not None and found.drive.size_bytes
+        assert set(loads((FOLDER / f"{name}.toml").read_text())["rates"]) == {"device", "memory", "h2d", "d2h", "cpu"}
+        assert UNVERIFIED in found.rates_source
+    for name, table in loads(DRIVES.read_text()).items():
+        drive, rates = catalogue_drive(name)
+        assert table["source"] and drive.endurance_source == table["source"]
+        assert drive.size_bytes and drive.endurance_bytes and 100 < drive.endurance_bytes / drive.size_bytes < 10_000
+        assert 1e9 < rates["disk_write"] <= rates["disk_read"] < 2e10
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    """A small model known by its config.json, with a swap path."""
+    (tmp_path / "model").mkdir()
+    sizes = '"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4'
+    (tmp_path / "model/config.json").write_text(f'{{"model_type": "llama", "vocab_size": 512, {sizes}}}')
+    (tmp_path / "swap").mkdir()
+    path = tmp_path / "run.toml"
+    path.write_text(f"""
+[model]
+path = "{tmp_path}/model"
+init = "random"
+[data]
+max_length = 64
+[train]
+output = "{tmp_path}/out"
+[offload]
+swap = ["{tmp_path}/swap"]
+""")
+    return path
+
+
+def asked(config: Path, *overrides: str, machine: str | None = None, sets: tuple[str, ...] = ()) -> Question:
+    return question(load_config(config, list(overrides)), machine, sets)
+
+
+def test_a_machine_to_plan_for_is_taken_as_it_stands(config: Path, tmp_path: Path) -> None:
+    text = WHOLE.replace("64GiB", "64TiB").replace("cores = 16", "cores = 4096").replace('"2TB"', '"2000TB"')
+    found = asked(config, machine=written(tmp_path, text))
+    assert found.machine.host_bytes == 64 << 40 and found.machine.cores == 4096
+    assert found.wishes.disk_free == found.wishes.checkpoint_free == 2 * 10**15
+
+
+def test_a_file_about_this_box_never_gives_it_more_than_it_has(config: Path, tmp_path: Path) -> None:
+    text = WHOLE.replace("64GiB", "64TiB").replace("cores = 16", "cores = 4096").replace('"2TB"', '"2000TB"')
+    plain, found = asked(config), asked(config, f"offload.machine={written(tmp_path, text)}")
+    assert found.machine.host_bytes <= host_limit().total_bytes and found.machine.cores == allowed_cores()
+    assert found.machine.host_source == host_limit().source and found.machine.device_bytes == found.machine.host_bytes
+    assert plain.wishes.disk_free is not None and found.wishes.disk_free is not None
+    assert abs(found.wishes.disk_free - plain.wishes.disk_free) < GIB, "others write to the drive meanwhile"
+    assert found.machine.rates["device"] == 1.5e12, "its rates are taken"
+
+
+def test_a_file_about_this_box_may_leave_less(config: Path, tmp_path: Path) -> None:
+    text = WHOLE.replace("64GiB", "512MiB").replace("cores = 16", "cores = 1").replace('"2TB"', '"3GB"')
+    found = asked(config, f"offload.machine={written(tmp_path, text)}")
+    assert (found.machine.host_bytes, found.machine.cores, found.wishes.disk_free) == (512 << 20, 1, 3 * 10**9)
+    assert found.answer().threads == 1
+
+
+def test_settings_come_after_the_machine(config: Path, tmp_path: Path) -> None:
+    told = written(tmp_path, WHOLE)
+    sets = ("host_memory=3GiB", "cores=5", "disk_write=1e9", "disk_read=2GB/s", "cpu=7e8", "endurance=300TB")
+    found = asked(config, machine=told, sets=(*sets, "disk_free=50GB")).machine
+    assert (found.host_bytes, found.cores, found.rates["cpu"]) == (3 * GIB, 5, 7e8)
+    assert (found.rates["disk_write"], found.rates["disk_read"], found.rates["device"]) == (1e9, 2e9, 1.5e12)
+    assert found.drive is not None and (found.drive.name, found.drive.endurance_bytes) == ("a drive", 300 * 10**12)
+    assert found.rates_source.endswith(" and --set")
+    found = asked(config, machine=told, sets=("drive=crucial-t700-2tb",)).machine
+    assert found.drive is not None and (found.drive.name, found.rates["disk_read"]) == ("crucial-t700-2tb", 1.24e10)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("endurence=1TB", "nearest is endurance"),
+        ("endurance=600", "--set endurance: needs a size with a unit"),
+        ("cores=0", "--set cores=0: needs more than 0"),
+        ("cpu=-1", "--set cpu: needs a number above 0"),
+        ("cpu=nan", "--set cpu: needs a number above 0"),
+        ("drive=samsung", "--set drive: drive 'samsung' is not in the catalogue"),
+    ],
+)
+def test_settings_that_are_wrong_are_named(config: Path, text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        asked(config, sets=(text,))
