@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -44,11 +44,8 @@ class Settings:
         kind = type(self).__name__
         if self.state not in STATES:
             raise ConfigError(f"{kind}: state = {self.state!r}; needed: one of {', '.join(STATES)}")
-        for key in self.keys:
-            if not _sound(key, getattr(self, key)):
-                raise ConfigError(
-                    f"{kind}: {key} = {getattr(self, key)}; needed: 0 or more (betas: two numbers from 0 to below 1)"
-                )
+        _check_numbers(kind, {key: getattr(self, key) for key in self.keys})
+        _check_patterns(f"{kind}: no_decay", self.no_decay)
         free = [key for key in self.keys if key not in self.apart]
         for group in self.groups:
             strange = sorted(set(group) - {"match", *free})
@@ -57,6 +54,9 @@ class Settings:
                     f"{kind}: a group has {', '.join(strange) or 'no match'}; "
                     f"needed: match and any of {', '.join(free)}"
                 )
+            _check_patterns(f"{kind}: match of a group", group["match"])
+            told = {key: group[key] for key in free if group.get(key) is not None}
+            _check_numbers(f"{kind}: the group of {list(group['match'])}", told)
 
     @property
     def decouples(self) -> bool:
@@ -68,10 +68,26 @@ class Settings:
         return recipe_of(self.name, self.state, getattr(self, "momentum", 0.0))
 
 
+def _check_numbers(whose: str, told: Mapping[str, Any]) -> None:
+    for key, value in told.items():
+        if not _sound(key, value):
+            raise ConfigError(f"{whose}: {key} = {value!r}; needed: 0 or more (betas: two numbers from 0 to below 1)")
+
+
 def _sound(key: str, value: Any) -> bool:
-    if key == "betas":
-        return len(value) == 2 and all(0 <= b < 1 for b in value)
-    return bool(value >= 0) and (key != "momentum" or value < 1)
+    try:
+        if key == "betas":
+            return len(value) == 2 and all(0 <= float(b) < 1 for b in value)
+        return math.isfinite(value) and bool(value >= 0) and (key != "momentum" or bool(value < 1))
+    except (TypeError, ValueError):  # no number at all
+        return False
+
+
+def _check_patterns(whose: str, patterns: Any) -> None:
+    """A bare text would be taken letter by letter, and its "*" matches every parameter."""
+    listed = isinstance(patterns, Collection) and not isinstance(patterns, str)
+    if not listed or not all(isinstance(pattern, str) for pattern in patterns):
+        raise ConfigError(f"{whose} = {patterns!r}; needed: a list of name patterns, such as ['*norm*']")
 
 
 @dataclass(frozen=True)
@@ -253,10 +269,13 @@ class RunOptimizer(torch.optim.Optimizer):
 
 def _check_group(group: Mapping[str, Any], recipe: Recipe) -> None:
     """What a schedule or a caller wrote into a group, looked at before a step is decided by it."""
-    numbers = {key: group[key] for key in ("lr", "eps", "weight_decay", "momentum") if key in group}
-    for name, number in numbers.items():
-        if not (math.isfinite(float(number)) and float(number) >= 0):
-            raise ConfigError(f"run.optimizer: {name} = {number} in a parameter group; needed: a number of 0 or more")
+    for name in ("lr", "eps", "weight_decay", "momentum", "betas"):
+        if name in group and not _sound(name, group[name]):
+            needed = {"betas": "two numbers from 0 to below 1", "momentum": "a number from 0 to below 1"}
+            raise ConfigError(
+                f"run.optimizer: {name} = {group[name]!r} in a parameter group; "
+                f"needed: {needed.get(name, 'a number of 0 or more')}"
+            )
     if "momentum" in group and (float(group["momentum"]) > 0) != recipe.momentum:
         raise ConfigError(
             f"run.optimizer: momentum = {group['momentum']} in a parameter group; a run begun "

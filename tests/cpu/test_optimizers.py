@@ -218,11 +218,33 @@ def test_what_does_not_fit_together_is_refused_and_changes_nothing(swap: Path, m
         (lambda: offloadz.SGD(momentum=1.0), "SGD: momentum = 1.0"),
         (lambda: offloadz.SGD(groups=[{"match": ["*"], "betas": (0, 0)}]), "any of lr, weight_decay"),
         (lambda: offloadz.SGD(groups=[{"match": ["*"], "momentum": 0.5}]), "any of lr, weight_decay"),
+        (lambda: offloadz.AdamW(lr="1e-3"), "AdamW: lr = '1e-3'"),
+        (lambda: offloadz.AdamW(betas=0.9), "AdamW: betas = 0.9"),
+        # a text taken letter by letter would have matched every parameter by its "*"
+        (lambda: offloadz.AdamW(no_decay="*norm*"), r"no_decay = '\*norm\*'; needed: a list"),
+        (lambda: offloadz.AdamW(groups=[{"match": "*embed*", "lr": 1e-6}]), r"match of a group = '\*embed\*'"),
+        (lambda: offloadz.AdamW(groups=[{"match": None, "lr": 1e-6}]), "match of a group = None"),
+        (lambda: offloadz.AdamW(groups=[{"match": ["*"], "lr": -1.0}]), r"group of \['\*'\]: lr = -1.0"),
+        (lambda: offloadz.AdamW(groups=[{"match": ["*"], "betas": (0.9, 1.0)}]), r"group of .*: betas = \(0.9, 1.0\)"),
     ],
 )
 def test_settings_are_checked_by_name(make: Callable[[], Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         make()
+
+
+def test_betas_of_a_group_are_looked_at_before_a_step_is_decided(swap: Path) -> None:
+    with begun(swap, offloadz.AdamW()) as run:
+        run.step(STEPS[0])
+        run.flush()
+        before = weights(run)
+        for betas in ((0.9, 1.0), (1.5, 0.9), (0.9,), None):
+            run.optimizer.param_groups[0]["betas"] = betas
+            with pytest.raises(ConfigError, match=r"betas = .* in a parameter group"):
+                run.step(STEPS[1])
+        assert_same_weights(weights(run), before)
+        run.optimizer.param_groups[0]["betas"] = (0.8, 0.9)
+        run.step(STEPS[1])
 
 
 def test_a_group_may_change_its_momentum_but_not_lose_it(swap: Path) -> None:
