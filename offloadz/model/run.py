@@ -314,11 +314,10 @@ class Run:
         self._mark()
 
     def save(self, path: str | Path, portable: bool = False) -> Path:
-        """Write a checkpoint to the directory `path`, its manifest last; any placement can load it.
+        """Write a checkpoint to the directory `path`; any placement can load it.
 
         Where the state is on disk in copies (`copies` of 3 and more) and `path` lies on the same file system, it is
-        hard links, which take no time and stay valid whatever the run does.  Elsewhere, and with `portable`, it is
-        safetensors of logical fp32 tensors, which can be copied to any machine.
+        hard links, which take no time and stay valid.  Elsewhere, and with `portable`, it is safetensors in fp32.
         """
         from offloadz.model.state import save_state
 

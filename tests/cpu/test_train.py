@@ -19,7 +19,7 @@ import offloadz.train.loop as loop
 from offloadz.cli import main
 from offloadz.config import config_from_tables, load_config
 from offloadz.model.export import working_weight
-from offloadz.model.files import StreamReader
+from offloadz.model.linked import SavedState
 from offloadz.model.manifest import read_manifest
 from offloadz.plan.errors import ConfigError
 from offloadz.train.begin import alone
@@ -73,13 +73,15 @@ def test_a_whole_run_on_disk(tmp_path: Path, swap: Path, capsys: pytest.CaptureF
     plan = json.loads((output / "plan.json").read_text())
     assert plan["fits"] and set(plan["placement"].values()) == {"disk"}
     assert steps[0]["predicted_step_s"] == plan["step_s"] > 0
-    assert {p.name for p in (output / "checkpoints").iterdir()} == {"step-000010", "step-000012"}
-    for words in ("parameters on disk", "I/O by threads", "written to swap", "update threads: 1", "predicted peaks"):
+    assert (plan["copies"], plan["keep"], plan["linked"]) == (3, 1, True)
+    assert {p.name for p in (output / "checkpoints").iterdir()} == {"step-000012"}
+    for words in ("parameters on disk", "I/O by ", "written to swap", "update threads: 1", "predicted peaks"):
         assert words in out
     assert "step 12/12  loss" in out and " left  bottleneck " in out
     model = AutoModelForCausalLM.from_pretrained(output / "final")
     assert model.dtype == torch.bfloat16 and AutoTokenizer.from_pretrained(output / "final").eos_token == "</s>"
-    with StreamReader(output / "checkpoints/step-000012/weights.safetensors") as masters:
+    with SavedState(output / "checkpoints/step-000012") as state:
+        masters = state.weights
         for name, weight in model.named_parameters():
             assert torch.equal(working_weight(masters.read(name)).view(weight.shape), weight), name
     assert not list((tmp_path / "swap").iterdir())
@@ -154,7 +156,7 @@ def test_too_many_skipped_updates_end_the_run(tmp_path: Path, capsys: pytest.Cap
     told = tables(tmp_path, optimizer__lr=1e30, optimizer__warmup=0, train__max_skipped=2, **ON_DISK)
     config = write_config(tmp_path / "run.toml", told)
     assert status_of(config) == 1
-    error = capsys.readouterr().err
+    out, error = capsys.readouterr()
     assert "3 updates in a row were skipped" in error and "train.max_skipped allows 2" in error
     assert "Traceback" not in error
     raw = (tmp_path / "run" / METRICS).read_text()
@@ -163,7 +165,9 @@ def test_too_many_skipped_updates_end_the_run(tmp_path: Path, capsys: pytest.Cap
     assert [line["skipped"] for line in lines] == [False, True, True, True]
     assert all(line["loss"] is None and "finite" in line["reason"] for line in lines[1:])
     assert lines[1]["lr"] == lines[3]["lr"]  # a skipped update does not move the schedule
-    assert not list((tmp_path / "swap").iterdir()) and not (tmp_path / "run/final").exists()
+    assert not (tmp_path / "run/final").exists()
+    (left,) = (tmp_path / "swap").iterdir()  # no checkpoint has the state of step 1, so it stays
+    assert f"state of step 1 stays in {left / 'state'} (" in out and not (left / "scratch").exists()
 
 
 def test_skipped_updates_are_counted_and_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
