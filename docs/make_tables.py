@@ -132,7 +132,7 @@ def refusals() -> list[str]:
         "model.attention": 'anything but `"auto"`, `"eager"` and `"sdpa"`',
         "offload.device": 'a GPU (`"cuda:0"`): the compute device is the CPU',
         "offload.swap": "more than one directory",
-        "offload.machine": "other machines than this one",
+        "offload.machine": "a machine that computes on a GPU",
     }
     return found + [f"`{key}`: {what}" for key, what in more.items()]
 
