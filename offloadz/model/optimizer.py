@@ -254,7 +254,7 @@ class RunOptimizer(torch.optim.Optimizer):
         """What each parameter's next update is called with, by name: copied now, so that a schedule may move on."""
         out: dict[str, tuple[dict[str, Any], ...]] = {}
         for group in self.param_groups:
-            _check_group(group, self.recipe)
+            check_group(group, self.recipe)
             beta1, beta2 = group.get("betas", (0.0, 0.0))
             shared = {
                 "rule": self.recipe.rule, "lr": float(group["lr"]), "beta1": float(beta1), "beta2": float(beta2),
@@ -267,7 +267,7 @@ class RunOptimizer(torch.optim.Optimizer):
         return out
 
 
-def _check_group(group: Mapping[str, Any], recipe: Recipe) -> None:
+def check_group(group: Mapping[str, Any], recipe: Recipe) -> None:
     """What a schedule or a caller wrote into a group, looked at before a step is decided by it."""
     for name in ("lr", "eps", "weight_decay", "momentum", "betas"):
         if name in group and not _sound(name, group[name]):

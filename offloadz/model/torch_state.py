@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from offloadz.memory.flat import spans
+from offloadz.model.optimizer import check_group
 from offloadz.plan.errors import ConfigError, DoesNotFit
 from offloadz.plan.machine import host_limit
+from offloadz.plan.recipes import Recipe
 
 OURS = ("params", "names", "param_names")
 """Entries of a group that are no settings."""
@@ -78,7 +80,7 @@ def load_state_dict(run: Any, told: Mapping[str, Any]) -> None:
     saved = _matched(optimizer, told)
     shapes = {n: p.shape for g in optimizer.param_groups for n, p in zip(g["names"], g["params"], strict=True)}
     for name, state in saved.items():
-        _check_state(name, state, shapes[name], optimizer.recipe.moments)
+        _check_state(name, state, shapes[name], optimizer.recipe)
     settings = _settings(optimizer, told)
     for view in run.session.parts(write=True):
         for span in spans(view.unit, view.part):
@@ -94,6 +96,10 @@ def load_state_dict(run: Any, told: Mapping[str, Any]) -> None:
 
 def _matched(optimizer: Any, told: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
     """Name to the saved state of its parameter; empty where it has none."""
+    if not isinstance(told, Mapping) or not {"state", "param_groups"} <= set(told):
+        raise ConfigError(
+            "load_state_dict: needed: what a torch optimizer's state_dict() returns, state and param_groups"
+        )
     own = [group["names"] for group in optimizer.param_groups]
     theirs = [list(group["params"]) for group in told["param_groups"]]
     names = [name for group in told["param_groups"] for name in group.get("param_names") or ()]
@@ -106,17 +112,31 @@ def _matched(optimizer: Any, told: Mapping[str, Any]) -> dict[str, Mapping[str, 
             )
         names = flat
     keys = [key for group in theirs for key in group]
+    if strangers := set(told["state"]) - set(keys):
+        raise ConfigError(
+            f"load_state_dict: its state has {sorted(map(repr, strangers))[0]}, which no group names; needed: the "
+            "numbers in params of param_groups (JSON makes texts of them)"
+        )
     return {name: told["state"].get(key, {}) for name, key in zip(names, keys, strict=True)}
 
 
-def _check_state(name: str, state: Mapping[str, Any], shape: torch.Size, moments: tuple[str, ...]) -> None:
+def _check_state(name: str, state: Mapping[str, Any], shape: torch.Size, recipe: Recipe) -> None:
+    moments = recipe.moments
     found = {key: value for key, value in state.items() if key != "step" and value is not None}
     if found and set(found) != set(moments):
         raise ConfigError(
             f"load_state_dict: {name} has {', '.join(sorted(found))}; this optimizer keeps "
             f"{', '.join(moments) or 'nothing'}"
         )
+    if found and recipe.rule == "adam" and "step" not in state:
+        raise ConfigError(f"load_state_dict: {name} has no step, which corrects the moments of Adam")
+    step = float(state.get("step", 0.0))
+    if not (step >= 0 and step.is_integer()):
+        raise ConfigError(f"load_state_dict: step of {name} is {step}; needed: a whole number of 0 or more")
     for moment, value in found.items():
+        if not isinstance(value, Tensor) or value.is_meta or not bool(torch.isfinite(value).all()):
+            kind = "a tensor that is not finite, or on meta" if isinstance(value, Tensor) else type(value).__name__
+            raise ConfigError(f"load_state_dict: {moment} of {name} is {kind}; needed: a tensor of finite numbers")
         if value.shape != shape:
             raise ConfigError(
                 f"load_state_dict: {moment} of {name} is {tuple(value.shape)}, the parameter {tuple(shape)}; are the "
@@ -141,7 +161,9 @@ def _settings(optimizer: Any, told: Mapping[str, Any]) -> list[dict[str, Any]]:
                 f"load_state_dict: it is the state of {kind}, whose decay is another; offload with {kind}"
             )
         keys = (*optimizer.keys, "initial_lr")
-        found.append({k: float(v) if isinstance(v, Tensor) else v for k, v in new.items() if k in keys})
+        taken = {k: float(v) if isinstance(v, Tensor) else v for k, v in new.items() if k in keys}
+        check_group({**group, **taken}, optimizer.recipe)
+        found.append(taken)
     return found
 
 

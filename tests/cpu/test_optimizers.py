@@ -186,6 +186,9 @@ def test_what_does_not_fit_together_is_refused_and_changes_nothing(swap: Path, m
     def changed(**by: Any) -> dict[str, Any]:
         return {"state": told["state"], "param_groups": [{**told["param_groups"][0], **by}]}
 
+    def of_first(**by: Any) -> dict[str, Any]:
+        return {**told, "state": {**told["state"], 0: {**first, **by}}}
+
     with begun(swap, offloadz.AdamW(lr=1e-3)) as run:
         train(run, STEPS[:2])
         before = {kind: whole_tensors(run, kind) for kind in ("weight", "exp_avg", "exp_avg_sq")}
@@ -199,7 +202,18 @@ def test_what_does_not_fit_together_is_refused_and_changes_nothing(swap: Path, m
                 {**told, "state": {**told["state"], 0: {"step": 1.0, "momentum_buffer": first["exp_avg"]}}},
                 "keeps exp_avg",
             ),
-        ):
+            ({"state": told["state"]}, "state and param_groups"),
+            ({**told, "state": {str(number): s for number, s in told["state"].items()}}, "which no group names"),
+            (of_first(step=-1.0), "step of .* is -1.0"),
+            (of_first(step=torch.tensor(float("nan"))), "step of .* is nan"),
+            ({**told, "state": {**told["state"], 0: {"exp_avg": first["exp_avg"], "exp_avg_sq": first["exp_avg_sq"]}}},
+             "has no step"),
+            (of_first(exp_avg=first["exp_avg"].tolist()), "is list; needed: a tensor"),
+            (of_first(exp_avg=torch.full_like(first["exp_avg"], float("nan"))), "not finite"),
+            (of_first(exp_avg_sq=first["exp_avg_sq"].to("meta")), "or on meta"),
+            (changed(lr=-1.0), "lr = -1.0"),
+            (changed(betas=(0.9, 1.0)), "betas = "),
+        ):  # fmt: skip
             with pytest.raises(ConfigError, match=words):
                 run.optimizer.load_state_dict(wrong)
         monkeypatch.setattr(torch_state, "host_limit", lambda: type("Limit", (), {"available_bytes": 1000}))
