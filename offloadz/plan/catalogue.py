@@ -186,6 +186,9 @@ def _drive_of(drives: object, path: Path, default: str, swap: Path | None) -> tu
         figures = _figures(known, "drive", path, default)
         if model in (rated := _tables(DRIVES)):
             figures = {**_figures(rated[model], "drive", DRIVES, UNVERIFIED), **figures}
+        elif model and not figures:
+            hint = _hint(model, rated)
+            raise ConfigError(f"{path}: drive.model = {model!r} has no figures and is not in the catalogue{hint}")
         name = model or place or f"drive {index + 1} of {path.name}"
         found.append((place, _drive(name, figures), figures))
     if sum(not place for place, _, _ in found) > 1:

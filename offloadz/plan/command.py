@@ -96,7 +96,7 @@ def _print_plan(asked: Question, plan: Plan) -> None:
     console.print(table)
     for note in asked.notes:
         console.print(f"note: {note}", soft_wrap=True)
-    console.print(f"host memory is limited by: {plan.limit_source}", soft_wrap=True)
+    console.print(f"host memory is limited by: {plan.limit_source}", soft_wrap=True, markup=False)
     _print_terms(console, plan)
     console.print("decided:")
     for reason in plan.reasons:

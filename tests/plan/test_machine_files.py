@@ -100,6 +100,7 @@ def test_a_drive_of_the_catalogue_takes_figures_of_the_file_before_its_own(tmp_p
         ("[rates]\ncpu = {valu = 1}", 'rates.cpu needs { value = ..., source = "..." }, found the keys valu'),
         ("[[drive]]\nread = 'fast'", "drive.read = 'fast': needs"),
         ("[[drive]]\n[[drive]]", "2 drives, and more than one without a path"),
+        ("[[drive]]\nmodel = 'samsung-990-pro'", "is not in the catalogue; nearest is samsung-990-pro-2tb"),
         ("drive = 3", "drive needs tables [[drive]], found 3"),
         ("host = 3", "host needs a table, found 3"),
         ("source = 3", "source needs text, found 3"),
