@@ -70,7 +70,7 @@ def in_a_process(args: argparse.Namespace) -> int:
     group.mkdir()
     try:
         (group / "memory.limit_in_bytes").write_text(str(parse_bytes(args.limit)))
-        enter = f"echo $$ > {group}/cgroup.procs && exec \"$@\""
+        enter = f'echo $$ > {group}/cgroup.procs && exec "$@"'
         return subprocess.run(["sh", "-c", enter, "sh", *command], check=False).returncode
     finally:
         for _ in range(50):  # the kernel lets go of the last page a moment after the process
