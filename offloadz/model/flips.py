@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from offloadz.memory.record import LAYOUT_FILE, TABLES_FILE, Saved, layout_text, read_saved, record_bytes
+from offloadz.memory.record import LAYOUT_FILE, TABLES_FILE, Saved, layout_text, put_record, read_saved, record_bytes
 from offloadz.memory.shadow import Shadow
 from offloadz.model.aside import appearing, require_room, write_text
 from offloadz.model.export import RunStock
@@ -122,7 +122,7 @@ def checkpoint_of(saved: Saved, target: Path, order: int) -> Path:
             names = sorted(files_of(saved))
             for name in names:
                 os.link(saved.directory / name, scratch / name)
-            (scratch / TABLES_FILE).write_bytes(record_bytes({}, choice, tables))
+            put_record(scratch / TABLES_FILE, record_bytes({}, choice, tables))
             layout = (saved.directory / LAYOUT_FILE).read_text()
             _fill(scratch, names, layout, {**told, "order": order}, buffers)
     except OSError as error:

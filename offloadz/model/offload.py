@@ -107,6 +107,7 @@ def offload(
     """
     tiers = {"parameters": parameters, "gradients": gradients, "optimizer_state": optimizer_state}
     _check_arguments(model, tiers | {"activations": activations}, optimizer, host_memory)
+    _check_kinds({"keep_float32": keep_float32, "freeze": freeze, "blocks": blocks}, copies)
     _check_commit(plan.commit if plan is not None and commit == "auto" else commit, max_grad_norm)
     map_large_blocks()
     names_of(model)
@@ -146,6 +147,15 @@ def _check_arguments(model: nn.Module, tiers: dict[str, str], optimizer: Any, ho
         raise ConfigError(f"optimizer is a {type(optimizer).__name__}; needed: one of {kinds}, such as AdamW(lr=...)")
     if host_memory is not None and not isinstance(host_memory, int):
         raise ConfigError(f"host_memory = {host_memory!r}; needed: a whole number of bytes, such as 48 << 30")
+
+
+def _check_kinds(lists: dict[str, Any], copies: Any) -> None:
+    """A bare text would be taken letter by letter, and no copies as one."""
+    if not isinstance(copies, int) or copies < 1:
+        raise ConfigError(f"copies = {copies!r}; needed: a whole number of 1 or more")
+    for key, names in lists.items():
+        if isinstance(names, str):
+            raise ConfigError(f"{key} = {names!r}; needed: a list, such as [{names!r}]")
 
 
 def _paths(swap: Sequence[str | Path] | str | Path) -> list[Path]:

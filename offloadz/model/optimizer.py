@@ -232,6 +232,14 @@ class RunOptimizer(torch.optim.Optimizer):
             )
         self._take()
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """What is trained is settled by `offload`; groups come from its settings.  Raises ConfigError for any other."""
+        if "names" not in param_group:
+            raise ConfigError(
+                "run.optimizer.add_param_group: what a run trains is settled; give offload the optimizer with groups="
+            )
+        super().add_param_group(param_group)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Nothing to do: gradients of a step are gone once it is decided."""
 

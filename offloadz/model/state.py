@@ -167,10 +167,11 @@ def _require_match(path: Path, stock: RunStock, weights: Tensors, moments: Tenso
 def _require_moments(path: Path, stock: RunStock, moments: Tensors) -> None:
     """ConfigError where the checkpoint has the moments of another rule; their format never matters."""
     kept = {name.rpartition(".")[2] for name in moments.entries}
-    if kept and stock.moments and kept != set(stock.moments):
+    if kept != set(stock.moments):
         raise ConfigError(
-            f"the checkpoint {path} holds {' and '.join(sorted(kept))}, this optimizer keeps "
-            f"{' and '.join(stock.moments)}: the moments of one rule say nothing to another; set optimizer.name back"
+            f"the checkpoint {path} holds {' and '.join(sorted(kept)) or 'no moments'}, this optimizer keeps "
+            f"{' and '.join(stock.moments) or 'none'}: the moments of one rule say nothing to another; set "
+            "optimizer.name back"
         )
 
 

@@ -413,7 +413,15 @@ def test_wrong_calls_are_refused_with_what_to_change(swap: Path) -> None:
         with pytest.raises(offloadz.ConfigError, match="already offloaded"):
             offloadz.offload(model, swap=swap)
         assert not whole_tensors(run, "exp_avg_sq")["lm_head.weight"].any()
+        with pytest.raises(offloadz.ConfigError, match="with groups="):
+            run.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
         run.step(STEPS[0])
+    for wrong in ({"freeze": "*embed*"}, {"keep_float32": "*norm*"}, {"blocks": "model.layers"}):
+        with pytest.raises(offloadz.ConfigError, match="needed: a list"):
+            offloadz.offload(tiny("llama"), swap=swap, **wrong)
+    for copies in (0, -1, 2.5):
+        with pytest.raises(offloadz.ConfigError, match=r"copies = .*; needed: a whole number"):
+            offloadz.offload(tiny("llama"), swap=swap, copies=copies)
     with pytest.raises(offloadz.ConfigError, match="swap"):
         offloadz.offload(tiny("llama"), parameters="disk")
     with pytest.raises(offloadz.ConfigError, match="striping"):

@@ -247,6 +247,17 @@ def test_settings_are_checked_by_name(make: Callable[[], Any], words: str) -> No
         make()
 
 
+def test_a_checkpoint_without_moments_is_refused_by_its_rule(swap: Path, tmp_path: Path) -> None:
+    with begun(swap, offloadz.SGD()) as run:
+        run.step(STEPS[0])
+        run.save(tmp_path / "checkpoint")
+    with (
+        begun(swap, offloadz.AdamW()) as run,
+        pytest.raises(ConfigError, match="holds no moments, this optimizer keeps"),
+    ):
+        run.load(tmp_path / "checkpoint")
+
+
 def test_betas_of_a_group_are_looked_at_before_a_step_is_decided(swap: Path) -> None:
     with begun(swap, offloadz.AdamW()) as run:
         run.step(STEPS[0])

@@ -156,6 +156,8 @@ def test_what_cannot_be_taken_over_is_read(folder: Path, config: Path, whole: Pa
     assert child.wait() == 0, child.log.read_text()
     log = child.log.read_text()
     assert "became" in log and resumed_step(log) >= reached, log
+    tables = list(output.glob("checkpoints/*/tables.bin"))
+    assert tables and all(path.stat().st_mode & 0o077 == 0 for path in tables)
     final = "final/model.safetensors"
     assert (output / final).read_bytes() == (whole / final).read_bytes() and numbers(output) == numbers(whole)
     assert (output / f"checkpoints/step-{STEPS:06d}/optimizer.safetensors").exists()  # two tiers: not links any more
