@@ -319,6 +319,7 @@ class Session:
     def close(self, keep_state: bool = False) -> None:
         """End all lanes and give everything back; lanes that do not end in `CLOSE_S` seconds are left behind."""
         until_s = time.monotonic() + CLOSE_S
+        self.arrive = lambda unit: None  # it leads to the run, whose lanes' threads may outlive it
         for lane in self.workers.values():
             lane.close(max(0.0, until_s - time.monotonic()))
         self.walk = None

@@ -173,9 +173,9 @@ def _require_same(config: Config, start: Path, extra: Mapping[str, Any], say: Ca
         say(f"resume: {line} (allowed by train.resume_with)")
 
 
-def is_finished(output: Path, start: Start, num_steps: int) -> bool:
-    """Whether the checkpoint is the last one and its export is there."""
-    if start.step < num_steps or not (output / "final").is_dir():
+def is_finished(output: Path, start: Start | None, num_steps: int) -> bool:
+    """Whether the export of this many steps is there and no checkpoint says otherwise (they may be gone, for room)."""
+    if (start is not None and start.step < num_steps) or not (output / "final").is_dir():
         return False
     try:
         return int(json.loads((output / FINISHED).read_text())["step"]) == num_steps

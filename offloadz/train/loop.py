@@ -96,9 +96,10 @@ def _train(config: Config, console: Console, signals: Signals, stack: ExitStack)
         say(f"data: {line}")
     stack.enter_context(alone(output))
     start = find_start(config, output, say)
-    if start is not None and is_finished(output, start, task.num_steps):
-        say(f"this run is finished: {task.num_steps} steps, {output / 'final'}; to train on, raise train.steps or "
-            "train.epochs and name it in train.resume_with")  # fmt: skip
+    if config.train.resume != "never" and is_finished(output, start, task.num_steps):
+        more = ("to train on, raise train.steps or train.epochs and name it in train.resume_with" if start else
+                'its checkpoints are gone; train.resume = "never" begins again')  # fmt: skip
+        say(f"this run is finished: {task.num_steps} steps, {output / 'final'}; {more}")
         return 0
     check_swap(config, say)
     plan = decided(config, task.prompts, say)

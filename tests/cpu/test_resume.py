@@ -8,6 +8,7 @@ back are covered too.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -170,6 +171,20 @@ def test_other_configurations_are_refused_unless_allowed(
     assert {g["initial_lr"] for g in groups} == {1e-3} and {g["weight_decay"] for g in groups} == {0.0, 0.5}
     schedule = loop.schedule_of(config_from_tables(tables(tmp_path)).optimizer, 12)
     assert [line["lr"] for line in lines[4:]] == [1e-3 * schedule(k) for k in range(4, 12)]
+
+
+def test_a_finished_run_whose_checkpoints_were_removed_for_room_is_not_done_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(tmp_path, train__steps=3) == 0
+    for path in (tmp_path / "run/checkpoints").iterdir():
+        shutil.rmtree(path)
+    before = (tmp_path / "run/final/model.safetensors").stat().st_mtime_ns
+    capsys.readouterr()
+    assert run(tmp_path, train__steps=3) == 0
+    said = capsys.readouterr().out
+    assert "this run is finished: 3 steps" in said and "its checkpoints are gone" in said
+    assert (tmp_path / "run/final/model.safetensors").stat().st_mtime_ns == before
 
 
 def test_a_finished_run_says_so_and_goes_on_for_more_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
