@@ -6,7 +6,7 @@
 Random weights of a Llama-2-13B shape (or of any config.json) are streamed to the drive; nothing of the size of the
 model is ever in memory.  By default moments are 8-bit and updated in place, which needs 4 bytes a parameter on the
 drive (about 55 GB) and cannot clip; `--commit hold` clips at 1.0.  `--limit` runs it inside a memory control group of
-that size (as root), which ends the process where it is overstepped.  Prints what the plan said beside what was measured.
+that size (as root), which ends the process where it is overstepped.  Prints plan beside measured.
 """
 
 from __future__ import annotations
