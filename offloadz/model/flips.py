@@ -20,12 +20,12 @@ import torch
 
 from offloadz.memory.record import LAYOUT_FILE, TABLES_FILE, Saved, layout_text, put_record, read_saved, record_bytes
 from offloadz.memory.shadow import Shadow
-from offloadz.model.aside import appearing, require_room, write_text
+from offloadz.model.aside import appearing, flush, require_room, write_text
 from offloadz.model.export import RunStock
 from offloadz.model.linked import layout_of
 from offloadz.model.manifest import BUFFERS, MODEL, decode, encode, write_manifest
 from offloadz.model.told import moving_of, static_of, write_buffers
-from offloadz.plan.errors import CannotGoOn, DiskFailed
+from offloadz.plan.errors import CannotGoOn
 from offloadz.plan.footprint import EXTRA_ROOM_BYTES
 from offloadz.plan.spec import ModelSpec
 
@@ -44,7 +44,7 @@ def begin(run: Any) -> None:
     layout = {**layout_of(run.session.spec), "extents": places, **encode(static_of(stock))}
     write_text(state / LAYOUT_FILE, layout_text(layout))
     for path in [*(state / MODEL).iterdir(), state / MODEL, state / LAYOUT_FILE, state]:
-        _flush(path)
+        flush(path)
     run.session.tell = lambda: told_now(run, stock, run.progress())
     run.session.room.before_flip = lambda: run.before_flip()
 
@@ -146,13 +146,3 @@ def adoptable(directory: Path, spec: ModelSpec, copies: int) -> Saved:
         if saved.layout[key] != wanted[key]:
             raise CannotGoOn(f"the state in {directory} is of another {'recipe' if key == 'recipe' else 'layout'}")
     return saved
-
-
-def _flush(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    except OSError as error:
-        raise DiskFailed(error.errno, f"flush of {path}: {error.strerror}") from error
-    finally:
-        os.close(fd)

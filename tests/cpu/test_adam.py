@@ -11,6 +11,7 @@ import sys
 import numpy as np
 import pytest
 import torch
+from spans import at
 
 from offloadz.runtime import native
 from offloadz.runtime.adam import update_reference
@@ -25,13 +26,6 @@ HYPER = {"lr": 1e-2, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0
 def widest():
     yield
     native.select_isa(native.isa_supported()[-1])
-
-
-def at(start: int, source: torch.Tensor) -> torch.Tensor:
-    """A copy that begins `start` elements into its storage."""
-    room = torch.empty(start + source.numel(), dtype=source.dtype)
-    room[start:] = source
-    return room[start:]
 
 
 class State:

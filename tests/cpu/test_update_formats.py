@@ -8,6 +8,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from spans import at
 
 from offloadz.plan.recipes import BLOCK_ELEMENTS
 from offloadz.runtime import adam, native
@@ -26,13 +27,6 @@ EDGES = [1, 7, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 3]
 def widest():
     yield
     native.select_isa(native.isa_supported()[-1])
-
-
-def at(start: int, source: torch.Tensor) -> torch.Tensor:
-    """A copy that begins `start` elements into its storage."""
-    room = torch.empty(start + source.numel(), dtype=source.dtype)
-    room[start:] = source
-    return room[start:]
 
 
 class State:

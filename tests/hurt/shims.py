@@ -27,8 +27,8 @@ HERE = Path(__file__).resolve().parent
 
 
 @functools.cache
-def shim_library() -> str:
-    """The compiled shim; skips the test where there is no C compiler."""
+def shim_library(source: str = "shim.c") -> str:
+    """A compiled shim of this directory; skips the test where there is no C compiler."""
     compiler = shutil.which("gcc") or shutil.which("cc")
     if compiler is None:
         pytest.skip("no C compiler for the shim")
@@ -36,7 +36,7 @@ def shim_library() -> str:
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     out = folder / "shim.so"
     subprocess.run(
-        [compiler, "-O1", "-Wall", "-shared", "-fPIC", "-o", out, HERE / "shim.c", "-ldl", "-lpthread"], check=True
+        [compiler, "-O1", "-Wall", "-shared", "-fPIC", "-o", out, HERE / source, "-ldl", "-lpthread"], check=True
     )
     return str(out)
 

@@ -6,16 +6,13 @@ A shim that replaces pread does not see io_uring, so one stands between the libr
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import errno
-import functools
 import os
 import platform
 import resource
 import shutil
 import signal
-import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
@@ -25,7 +22,7 @@ from typing import Any
 
 import pytest
 import torch
-from shims import HERE, main, mounted, run_file
+from shims import main, mounted, run_file, shim_library
 
 from offloadz.memory.disk import DiskTier
 from offloadz.memory.host import HostPool
@@ -51,18 +48,6 @@ def ring_works() -> None:
         RingTransfer().close()
     except OSError as error:
         pytest.skip(f"io_uring is refused on this machine: {error}")
-
-
-@functools.cache
-def ring_shim() -> str:
-    compiler = shutil.which("gcc") or shutil.which("cc")
-    if compiler is None:
-        pytest.skip("no C compiler for the shim")
-    folder = Path(tempfile.mkdtemp(prefix="offloadz-shim-"))
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    source = HERE / "ring_shim.c"
-    subprocess.run([compiler, "-O1", "-shared", "-fPIC", "-o", folder / "ring.so", source, "-ldl"], check=True)
-    return str(folder / "ring.so")
 
 
 @contextmanager
@@ -159,7 +144,9 @@ def choices(directory: Path) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return run_file(__file__, "bad_rings", tmp_path_factory.mktemp("rings"), shim=False, LD_PRELOAD=ring_shim())
+    return run_file(
+        __file__, "bad_rings", tmp_path_factory.mktemp("rings"), shim=False, LD_PRELOAD=shim_library("ring_shim.c")
+    )
 
 
 @pytest.mark.parametrize("mode", MODES)
