@@ -3,7 +3,9 @@
     python benchmarks/adam.py [--json] [--elements N] [--rounds N] [--threads N]
 
 Every arm runs once a round, one after the other in one process, so a busy machine slows all alike; figures are medians
-over the rounds, ratios medians of the ratios within a round.  Arms:
+over the rounds, ratios medians of the ratios within a round.  All arms work in the same memory, on huge pages, and lay
+their arrays out anew before each run: pages of one machine can differ twofold in speed, and arms in memory of their own
+would be compared by their luck.  Arms:
 
 - `fp32`, `bf16`, `int8`, `int8-sr`: ours, with bfloat16 gradients in and bfloat16 weights out;
 - `update`: a pure in-place update of as many bytes as `fp32` reads and writes, on as many threads: what memory allows;
@@ -11,12 +13,14 @@ over the rounds, ratios medians of the ratios within a round.  Arms:
   float32, new weight to bfloat16); `deepspeed`: its CPU Adam with the same casts, where it is installed.
 
 Cycles are the processor's reference cycles (of the time-stamp counter) on one thread, over an array that stays in the
-cache: what is left when memory costs nothing.
+cache: what is left when memory costs nothing.  They are the difference between two lengths, so that what a call costs
+is not in them.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import statistics
@@ -24,77 +28,123 @@ import time
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
-from offloadz.plan.recipes import Recipe
+from offloadz.memory.flat import state_views
+from offloadz.memory.host import HostPool
+from offloadz.plan.recipes import Recipe, num_blocks
+from offloadz.plan.spec import PAGE_BYTES, PART_ELEMENTS, Part, aligned
 from offloadz.runtime import native
 from offloadz.runtime.threads import update_threads
 
 RECIPES = ("fp32", "bf16", "int8", "int8-sr")
 HYPER = {"lr": 1e-5, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
-MOMENTS = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8, "int8-sr": torch.uint8}
 SHOWN = (4 << 20, 64 << 20, 200_000_000)
-CACHED = 1 << 15
-Arm = Callable[[int], None]
+CACHED = (1 << 13, 1 << 15)
+MOST_BYTES = 20
+"""What the largest arm keeps for each parameter: a bf16 gradient, its float32 copy, a master, two moments, a weight."""
+SPIN_S = 0.02
+"""Threads of torch's own team look for work that long after a call; ours would share the cores with them."""
+Step = Callable[[int], object]
+Arm = Callable[["Arena"], Step]
+"""Lays arrays out in the arena and gives the step over them."""
 
 
-def ours(recipe: str, grad: torch.Tensor, threads: int) -> Arm:
-    """One step of a recipe over as many parameters as the gradient has."""
-    count = grad.numel()
-    weight, low = torch.empty(count, dtype=torch.bfloat16), torch.empty(count, dtype=torch.int16)
-    native.split_master_(weight, low, torch.randn(count) * 0.05)
-    half = None if recipe == "int8-sr" else low
-    moments = tuple(torch.zeros(count, dtype=MOMENTS[recipe]) for _ in range(2))
-    coded = MOMENTS[recipe] == torch.uint8
-    scales = tuple(torch.zeros(-(-count // native.BLOCK)) if coded else None for _ in range(2))
+class Arena:
+    """Memory for the arrays of one arm at a time, each from a page on; `again` gives all of it back."""
 
-    def step(number: int) -> None:
-        native.update_("adam", weight, half, moments, scales, grad, step=number, threads=threads, **HYPER)
+    GAP_BYTES = 11 * PAGE_BYTES
+    """Between arrays: else those of 2^26 elements would begin at the same place of the caches (docs/log.md)."""
 
-    return step
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self._area = HostPool(MOST_BYTES * count + (1 << 20)).take("arena", MOST_BYTES * count + (1 << 20))
+        self._taken = 0
+        self._normal = torch.randn(min(count, 1 << 16))
+
+    def again(self) -> None:
+        self._taken = 0
+
+    def zeros(self, dtype: torch.dtype, count: int = 0) -> Tensor:
+        """A flat tensor, one element for each parameter if no other count is asked for."""
+        count = count or self.count
+        begin = aligned(self._taken) + self.GAP_BYTES
+        self._taken = begin + count * dtype.itemsize
+        return self._area[begin : self._taken].view(dtype).zero_()
+
+    def normal(self, dtype: torch.dtype, size: float) -> Tensor:
+        """Numbers of a normal distribution: 65,536 of them, over and over."""
+        out, numbers = self.zeros(dtype), (self._normal * size).to(dtype)
+        for part in out.split(numbers.numel()):
+            part.copy_(numbers[: part.numel()])
+        return out
 
 
-def torch_fused(grad: torch.Tensor) -> Arm:
+def ours(recipe: str, threads: int) -> Arm:
+    """One step of a recipe, part by part and with each part's state laid out as a run does it."""
+    chosen = Recipe(recipe)
+
+    def lay_out(arena: Arena) -> Step:
+        grad, weight = arena.normal(torch.bfloat16, 1e-3), arena.normal(torch.bfloat16, 0.05)
+        starts = range(0, arena.count, PART_ELEMENTS)
+        stops = [min(start + PART_ELEMENTS, arena.count) for start in starts]
+        parts = [Part(0, a, b, "bfloat16", chosen, num_blocks(b - a)) for a, b in zip(starts, stops, strict=True)]
+        slots = arena.zeros(torch.uint8, sum(aligned(part.state_bytes) for part in parts))
+        held = []
+        for part in parts:
+            held.append((slice(part.start, part.stop), state_views(part, slots[: part.state_bytes])))
+            slots = slots[aligned(part.state_bytes) :]
+
+        def step(number: int) -> None:
+            for at, state in held:
+                native.update_(
+                    "adam", weight[at], state.low, state.moments, state.scales, grad[at], step=number, threads=threads,
+                    **HYPER,
+                )  # fmt: skip
+
+        return step
+
+    return lay_out
+
+
+def torch_fused(arena: Arena) -> Step:
     """torch's fused AdamW on float32 masters, with the casts in and out."""
-    master = torch.nn.Parameter(torch.randn(grad.numel()) * 0.05)
+    master = torch.nn.Parameter(arena.normal(torch.float32, 0.05))
     betas = (HYPER["beta1"], HYPER["beta2"])
     optimizer = torch.optim.AdamW([master], HYPER["lr"], betas, HYPER["eps"], HYPER["weight_decay"], fused=True)
-    return with_casts(master, grad, optimizer.step)
+    return with_casts(arena, master, optimizer, torch.zeros(()))
 
 
-def deepspeed(grad: torch.Tensor) -> Arm | None:
-    """DeepSpeed's CPU Adam in the same place; None where it is not installed."""
-    try:
-        from deepspeed.ops.adam import DeepSpeedCPUAdam
-    except ImportError:
-        return None
-    master = torch.nn.Parameter(torch.randn(grad.numel()) * 0.05)
+def deepspeed(arena: Arena) -> Step:
+    """DeepSpeed's CPU Adam in the same place."""
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    master = torch.nn.Parameter(arena.normal(torch.float32, 0.05))
     betas = (HYPER["beta1"], HYPER["beta2"])
     optimizer = DeepSpeedCPUAdam([master], lr=HYPER["lr"], betas=betas, eps=HYPER["eps"], adamw_mode=True)
-    return with_casts(master, grad, optimizer.step)
+    return with_casts(arena, master, optimizer, 0)
 
 
-def with_casts(master: torch.nn.Parameter, grad: torch.Tensor, step: Callable[[], object]) -> Arm:
-    """A step of another optimizer between a cast of the gradient and one of the new weight."""
-    wide, working = torch.empty(grad.numel()), torch.empty(grad.numel(), dtype=torch.bfloat16)
+def with_casts(arena: Arena, master: torch.nn.Parameter, optimizer: torch.optim.Optimizer, start: object) -> Step:
+    """A step of another optimizer, its moments in the arena, between a cast of the gradient and one of the weight."""
+    grad, wide, working = arena.normal(torch.bfloat16, 1e-3), arena.zeros(torch.float32), arena.zeros(torch.bfloat16)
+    moments = {name: arena.zeros(torch.float32) for name in ("exp_avg", "exp_avg_sq")}
+    optimizer.state[master] = {"step": start, **moments}
 
     def run(_: int) -> None:
         wide.copy_(grad)
         master.grad = wide
-        step()
+        optimizer.step()
         with torch.no_grad():
             working.copy_(master)
 
     return run
 
 
-def in_place(count: int) -> Arm:
+def in_place(arena: Arena) -> Step:
     """x = x * a in place over as many bytes as fp32 moves, counting a read and a write of each."""
-    array = torch.ones(count * int(bytes_of("fp32")) // 8)
-
-    def run(_: int) -> None:
-        array.mul_(0.999)
-
-    return run
+    array = arena.zeros(torch.float32, arena.count * int(bytes_of("fp32")) // 8)
+    return lambda _: array.mul_(0.999)
 
 
 def bytes_of(recipe: str) -> float:
@@ -102,35 +152,45 @@ def bytes_of(recipe: str) -> float:
     return Recipe(recipe).moved_bytes("bfloat16")
 
 
+def arms_of(threads: int) -> dict[str, Arm]:
+    """All that can run here."""
+    arms: dict[str, Arm] = {name: ours(name, threads) for name in RECIPES}
+    arms |= {"update": in_place, "torch_fused": torch_fused}
+    return arms | ({"deepspeed": deepspeed} if importlib.util.find_spec("deepspeed") else {})
+
+
 def measure(count: int, rounds: int, threads: int) -> dict[str, list[float]]:
-    """Seconds of each arm in each round, after one that warms up."""
+    """Seconds of each arm in each round."""
     torch.set_num_threads(threads)
-    grad = (torch.randn(count) * 1e-3).bfloat16()
-    arms: dict[str, Arm | None] = {name: ours(name, grad, threads) for name in RECIPES}
-    arms |= {"update": in_place(count), "torch_fused": torch_fused(grad), "deepspeed": deepspeed(grad)}
-    seconds: dict[str, list[float]] = {name: [] for name, arm in arms.items() if arm}
-    for number in range(1, rounds + 2):
+    arena, arms = Arena(count), arms_of(threads)
+    seconds: dict[str, list[float]] = {name: [] for name in arms}
+    for number in range(1, rounds + 1):
         for name, arm in arms.items():
-            if arm:
-                start = time.perf_counter()
-                arm(number)
-                if number > 1:
-                    seconds[name].append(time.perf_counter() - start)
+            arena.again()
+            step = arm(arena)
+            step(2 * number - 1)  # the first of an optimizer does more
+            time.sleep(SPIN_S)
+            start = time.perf_counter()
+            step(2 * number)
+            seconds[name].append(time.perf_counter() - start)
     return seconds
 
 
+def least_s(recipe: str, count: int) -> float:
+    """The least of many runs over `count` parameters on one thread."""
+    arena = Arena(count)
+    step, least = ours(recipe, 1)(arena), float("inf")
+    for number in range(1, 400):
+        start = time.perf_counter()
+        step(number)
+        least = min(least, time.perf_counter() - start)
+    return least
+
+
 def cycles() -> dict[str, float]:
-    """Reference cycles per parameter on one thread, over an array in the cache: the least of many runs."""
-    hertz = clock_hertz()
-    grad, found = (torch.randn(CACHED) * 1e-3).bfloat16(), {}
-    for recipe in RECIPES:
-        step, least = ours(recipe, grad, 1), float("inf")
-        for number in range(1, 400):
-            start = time.perf_counter()
-            step(number)
-            least = min(least, time.perf_counter() - start)
-        found[recipe] = round(least * hertz / CACHED, 2)
-    return found
+    """Reference cycles per parameter, in the cache."""
+    hertz, (few, many) = clock_hertz(), CACHED
+    return {r: round((least_s(r, many) - least_s(r, few)) * hertz / (many - few), 2) for r in RECIPES}
 
 
 def clock_hertz() -> float:

@@ -1,9 +1,10 @@
-// Adam over bfloat16 weights with bfloat16 gradients and moments of 16 or 8 bits: whole blocks by hand-made vectors,
-// with the bits of update.inl, which does what is left.  Included by update.inl, for AVX-512 and AVX2 only.
+// Adam over bfloat16 weights with bfloat16 gradients: whole blocks by hand-made vectors, with the bits of update.inl,
+// which does what is left.  Included by update.inl, for AVX-512 and AVX2 only.
 //
 // A compiler's own loops over the formats run at 0.8 to 1.1 of the speed of float32 moments: bytes cost them more
-// instructions than the memory saves.  Here a block goes through the first cache in three short sweeps: one long loop
-// would be a chain of some 80 cycles for each vector, of which a processor can only keep two or three under way.
+// instructions than the memory saves.  Rounded moments go through the first cache in three short sweeps a block: one
+// long loop would be a chain of some 80 cycles for each vector, of which a processor can only keep two or three under
+// way.
 //
 // A NaN needs no care here: with bfloat16 gradients the low half of every NaN is zero, so no rounding can carry it
 // away.
@@ -52,8 +53,9 @@ static inline void second_pair(Floats out[2], const uint8_t *codes, float scale)
 }
 
 // The first sweep: the moments take in the gradient.  `most` gets the bits of their largest magnitudes.
-template <bool kHalves, bool kDecoupled, bool kCoded>
+template <bool kHalves, bool kDecoupled, int kMoments>
 static inline void move_moments(const UpdateArgs &a, Vectors &b, int64_t begin, uint32_t most[2]) {
+  constexpr bool kCoded = kMoments == kCodes;
   const float scale_m = kCoded ? a.scales[0][begin / kQuant] : 0, scale_v = kCoded ? a.scales[1][begin / kQuant] : 0;
   Words most_m = {}, most_v = {};
   for (int k = 0; k < kSteps; k += 2) {
@@ -149,34 +151,70 @@ static inline void store_rounded(const UpdateArgs &a, const Vectors &b, int64_t 
   }
 }
 
-template <bool kHalves, bool kDecoupled, bool kCoded>
-static void fused_loop(const UpdateArgs &args, int64_t begin, int64_t end) {
+template <bool kHalves, bool kDecoupled, int kMoments>
+static void rounded_loop(const UpdateArgs &args, int64_t begin, int64_t end) {
   const UpdateArgs a = args; // of our own: no store can change it, so its numbers stay in registers
   Vectors b;
   for (; begin < end; begin += kQuant) {
     uint32_t most[2];
-    move_moments<kHalves, kDecoupled, kCoded>(a, b, begin, most);
+    move_moments<kHalves, kDecoupled, kMoments>(a, b, begin, most);
     move_weights<kHalves, kDecoupled>(a, b, begin);
-    if (kCoded)
+    if (kMoments == kCodes)
       store_codes(a, b, begin, most);
     else
       store_rounded(a, b, begin);
   }
 }
 
-template <bool kHalves, bool kDecoupled> static void fused_blocks(const UpdateArgs &a, int64_t begin, int64_t end) {
-  auto loop =
-      a.moment_format == kCodes ? fused_loop<kHalves, kDecoupled, true> : fused_loop<kHalves, kDecoupled, false>;
-  loop(a, begin, end);
+// Float32 moments need no random bits and no scale: one sweep.
+template <bool kDecoupled> static void exact_loop(const UpdateArgs &args, int64_t begin, int64_t end) {
+  const UpdateArgs a = args;
+  float *first = static_cast<float *>(a.moments[0]), *second = static_cast<float *>(a.moments[1]);
+  for (int64_t at = begin; at < end; at += 2 * kLanes) {
+    Floats g[2], p[2], m[2], v[2];
+    Words bits[2];
+    widen_pair(g, static_cast<const uint16_t *>(a.grad) + at);
+    weight_pair<true>(p, a, at);
+    floats_at(m, first + at);
+    floats_at(v, second + at);
+    for (int j = 0; j < 2; ++j) {
+      g[j] = g[j] * a.grad_scale;
+      if (kDecoupled)
+        p[j] = p[j] * a.keep;
+      else
+        g[j] = g[j] + a.decay * p[j];
+      m[j] = m[j] + a.one_minus_beta1 * (g[j] - m[j]);
+      v[j] = v[j] * a.beta2 + (a.one_minus_beta2 * g[j]) * g[j];
+      p[j] = p[j] + (a.minus_step_size * m[j]) / (root_of(v[j]) * a.inverse_root2 + a.eps);
+      bits[j] = words_of(p[j]);
+    }
+    put_floats(first + at, m);
+    put_floats(second + at, v);
+    put(static_cast<uint16_t *>(a.weight) + at, packed((bits[0] + 0x8000u) >> 16, (bits[1] + 0x8000u) >> 16));
+    put(a.low + at, packed(bits[0] & 0xffffu, bits[1] & 0xffffu));
+  }
+}
+
+using Loop = void (*)(const UpdateArgs &, int64_t, int64_t);
+
+template <bool kDecoupled> static Loop fused_loop(const UpdateArgs &a) {
+  const bool halves = a.weight_format == kSplit;
+  switch (a.moment_format) {
+  case kCodes:
+    return halves ? rounded_loop<true, kDecoupled, kCodes> : rounded_loop<false, kDecoupled, kCodes>;
+  case kBf16:
+    return halves ? rounded_loop<true, kDecoupled, kBf16> : rounded_loop<false, kDecoupled, kBf16>;
+  default: // torch's lerp takes the nearer end: see adam_loop
+    return halves && a.one_minus_beta1 < 0.5f ? exact_loop<kDecoupled> : nullptr;
+  }
 }
 
 // Does the whole blocks of [begin, end) if there is a loop for these formats; returns where the rest begins.
 static int64_t update_fused(const UpdateArgs &a, int64_t begin, int64_t end) {
-  if (a.rule != kAdam || a.weight_format == kWhole || a.moment_format == kFp32 || !a.grad_is_bf16) return begin;
-  int64_t middle = begin + (end - begin) / kQuant * kQuant;
-  if (a.decoupled)
-    (a.weight_format == kSplit ? fused_blocks<true, true> : fused_blocks<false, true>)(a, begin, middle);
-  else
-    (a.weight_format == kSplit ? fused_blocks<true, false> : fused_blocks<false, false>)(a, begin, middle);
+  if (a.rule != kAdam || a.weight_format == kWhole || !a.grad_is_bf16) return begin;
+  const Loop loop = a.decoupled ? fused_loop<true>(a) : fused_loop<false>(a);
+  if (!loop) return begin;
+  const int64_t middle = begin + (end - begin) / kQuant * kQuant;
+  loop(a, begin, middle);
   return middle;
 }

@@ -45,8 +45,10 @@ static inline float load_grad(const uint16_t *grad, int64_t i) {
 }
 
 // The order of operations is torch's single-tensor Adam: mul (decay), lerp, mul + addcmul, sqrt / correction + eps,
-// addcdiv.  torch's lerp and addcmul are compiled to fused multiply-adds on this kind of processor, ours are not (see
-// [Note: the same bits everywhere]); that is the whole difference, one rounding in each moment and step.
+// addcdiv, where the division by the correction is a product with its inverse: of a root and two divisions, the unit
+// that does them is the bottleneck.  torch's lerp and addcmul are compiled to fused multiply-adds on this kind of
+// processor, ours are not (see [Note: the same bits everywhere]).  These are the differences: one rounding in each
+// moment and step, and one in the denominator.
 template <class Grad, bool kHalves, bool kDecoupled, bool kFar>
 static void adam_loop(const UpdateArgs &a, int64_t begin, int64_t end) {
   float *__restrict full = static_cast<float *>(a.weight);
@@ -57,7 +59,7 @@ static void adam_loop(const UpdateArgs &a, int64_t begin, int64_t end) {
   const Grad *__restrict grad = static_cast<const Grad *>(a.grad);
   const float scale = a.grad_scale, keep = a.keep, decay = a.decay;
   const float w1 = a.one_minus_beta1, far1 = 1.0f - w1, beta2 = a.beta2, w2 = a.one_minus_beta2;
-  const float root = a.root_correction2, eps = a.eps, minus = a.minus_step_size;
+  const float root = a.inverse_root2, eps = a.eps, minus = a.minus_step_size;
   for (int64_t i = begin; i < end; ++i) {
     float p = kHalves ? as_float(joined(high[i], low[i])) : full[i];
     float g = load_grad(grad, i) * scale;
@@ -68,7 +70,7 @@ static void adam_loop(const UpdateArgs &a, int64_t begin, int64_t end) {
     float m = exp_avg[i];
     m = kFar ? g - (g - m) * far1 : m + w1 * (g - m); // torch's lerp takes the nearer end
     float v = exp_avg_sq[i] * beta2 + (w2 * g) * g;
-    float denom = __builtin_sqrtf(v) / root + eps;
+    float denom = __builtin_sqrtf(v) * root + eps;
     p = p + (minus * m) / denom;
     exp_avg[i] = m;
     exp_avg_sq[i] = v;

@@ -4,7 +4,7 @@
 // [Note: unpacked order] Two vectors of halves become two of words by interleaving them, which these processors do
 // within groups of 128 bits: the "even" vector gets elements 0-3, 8-11, ..., the "odd" one 4-7, 12-15, ...  Packing two
 // words back into halves undoes it.  So every load and store here goes through halves, and an order that is natural
-// again only in memory costs nothing.
+// again only in memory costs nothing.  Numbers of 32 bits in memory are brought into that order four by four.
 
 constexpr int kLanes = OFFLOADZ_LANES; // 16 for AVX-512, 8 for AVX2
 
@@ -46,6 +46,18 @@ static inline Words even_words(Halves low, Halves high) {
 
 static inline Words odd_words(Halves low, Halves high) {
   return (Words)_mm512_unpackhi_epi16((__m512i)low, (__m512i)high);
+}
+
+static inline void floats_at(Floats pair[2], const float *at) {
+  __m512 first = _mm512_loadu_ps(at), second = _mm512_loadu_ps(at + 16);
+  pair[0] = (Floats)_mm512_shuffle_f32x4(first, second, 0x88);
+  pair[1] = (Floats)_mm512_shuffle_f32x4(first, second, 0xdd);
+}
+
+static inline void put_floats(float *at, const Floats pair[2]) {
+  const Words first = {0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23}, second = first + 8u;
+  _mm512_storeu_ps(at, _mm512_permutex2var_ps((__m512)pair[0], (__m512i)first, (__m512)pair[1]));
+  _mm512_storeu_ps(at + 16, _mm512_permutex2var_ps((__m512)pair[0], (__m512i)second, (__m512)pair[1]));
 }
 
 static inline Halves packed(Words even, Words odd) { // numbers below 2^16
@@ -102,6 +114,19 @@ static inline Words even_words(Halves low, Halves high) {
 
 static inline Words odd_words(Halves low, Halves high) {
   return (Words)_mm256_unpackhi_epi16((__m256i)low, (__m256i)high);
+}
+
+static inline void floats_at(Floats pair[2], const float *at) {
+  for (int j = 0; j < 2; ++j)
+    pair[j] =
+        (Floats)_mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(at + 4 * j)), _mm_loadu_ps(at + 4 * j + 8), 1);
+}
+
+static inline void put_floats(float *at, const Floats pair[2]) {
+  for (int j = 0; j < 2; ++j) {
+    _mm_storeu_ps(at + 4 * j, _mm256_castps256_ps128((__m256)pair[j]));
+    _mm_storeu_ps(at + 4 * j + 8, _mm256_extractf128_ps((__m256)pair[j], 1));
+  }
 }
 
 static inline Halves packed(Words even, Words odd) { // numbers below 2^16

@@ -85,8 +85,7 @@ static void decay_block(const UpdateArgs &a, Block &b, int64_t count) {
       b.grad[i] = b.grad[i] + a.decay * b.weight[i];
 }
 
-// Kingma and Ba 2015, algorithm 1.  With float32 moments torch's order of operations, as adam_loop; with rounded ones
-// the division by the second correction is a product: a division is a third of the loop's time.
+// Kingma and Ba 2015, algorithm 1; with float32 moments as adam_loop.
 template <bool kExact> static void adam_block(const UpdateArgs &a, Block &b, int64_t count) {
   float *__restrict p = b.weight, *__restrict m = b.moment[0], *__restrict v = b.moment[1];
   const float *__restrict g = b.grad;
@@ -96,8 +95,7 @@ template <bool kExact> static void adam_block(const UpdateArgs &a, Block &b, int
     float near = m[i] + w1 * (g[i] - m[i]);
     m[i] = far ? g[i] - (g[i] - m[i]) * far1 : near;
     v[i] = v[i] * a.beta2 + (a.one_minus_beta2 * g[i]) * g[i];
-    float root = __builtin_sqrtf(v[i]);
-    float denom = (kExact ? root / a.root_correction2 : root * a.inverse_root2) + a.eps;
+    float denom = __builtin_sqrtf(v[i]) * a.inverse_root2 + a.eps;
     p[i] = p[i] + (a.minus_step_size * m[i]) / denom;
   }
 }
@@ -163,8 +161,9 @@ static int64_t update_fused(const UpdateArgs &, int64_t begin, int64_t) {
 
 // One tile; `begin` is a multiple of kQuant.
 static void update_part(const UpdateArgs &a, int64_t begin, int64_t end) {
+  begin = update_fused(a, begin, end);
   if (a.rule == kAdam && a.moment_format == kFp32 && a.weight_format != kAlone)
     adam_part(a, begin, end);
   else
-    update_blocks(a, update_fused(a, begin, end), end);
+    update_blocks(a, begin, end);
 }

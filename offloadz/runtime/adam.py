@@ -66,13 +66,13 @@ def update_reference(
 def _adam(
     p: Floats, g: Floats, kept: list[Floats], step: int, lr: float, beta1: float, beta2: float, eps: float, exact: bool
 ) -> Floats:
-    """torch's order of operations for float32 moments; for rounded ones a product instead of the second division."""
+    """torch's order of operations, with a product in place of the division by the second correction."""
     one, (m, v) = np.float32, kept
-    w1, correction = one(1 - beta1), (1 - beta2**step) ** 0.5
+    w1 = one(1 - beta1)
     near = m + w1 * (g - m)
     m = g - (g - m) * (one(1) - w1) if exact and w1 >= 0.5 else near  # torch's lerp starts from the nearer end
     v = v * one(beta2) + (one(1 - beta2) * g) * g
-    denom = (np.sqrt(v) / one(correction) if exact else np.sqrt(v) * one(1 / correction)) + one(eps)
+    denom = np.sqrt(v) * one((1 - beta2**step) ** -0.5) + one(eps)
     kept[:] = [m, v]
     return p + (one(-(lr / (1 - beta1**step))) * m) / denom
 

@@ -34,7 +34,7 @@ class _UpdateArgs(ctypes.Structure):
         *((name, ctypes.c_int32) for name in ("rule", "weight_format", "moment_format", "num_moments")),
         *((name, ctypes.c_int32) for name in ("grad_is_bf16", "decoupled")),
         *((name, ctypes.c_float) for name in ("grad_scale", "keep", "decay", "beta1", "one_minus_beta1", "beta2")),
-        *((name, ctypes.c_float) for name in ("one_minus_beta2", "root_correction2", "inverse_root2", "eps")),
+        *((name, ctypes.c_float) for name in ("one_minus_beta2", "inverse_root2", "eps")),
         *((name, ctypes.c_float) for name in ("minus_step_size", "momentum")),
         ("keys", ctypes.c_uint32 * 3),
         ("first_element", ctypes.c_uint32),
@@ -90,7 +90,6 @@ def update_(
     args.decoupled, args.keep, args.decay = decoupled, 1 - lr * weight_decay, weight_decay
     args.beta1, args.one_minus_beta1 = beta1, 1 - beta1
     args.beta2, args.one_minus_beta2 = beta2, 1 - beta2
-    args.root_correction2 = (1 - beta2**step) ** 0.5
     args.inverse_root2 = (1 - beta2**step) ** -0.5
     args.minus_step_size = -(lr / (1 - beta1**step)) if rule == "adam" else -lr
     args.first_element = first_element % 2**32

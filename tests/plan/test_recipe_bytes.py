@@ -14,10 +14,10 @@ from offloadz.plan.footprint import checkpoint_bytes
 from offloadz.plan.machine import Machine
 from offloadz.plan.placement import Placement, home_bytes
 from offloadz.plan.predict import predict
-from offloadz.plan.recipes import BLOCK_ELEMENTS, EXACT, STATES, Recipe, cheaper, recipe_of
+from offloadz.plan.recipes import BLOCK_ELEMENTS, EXACT, STATES, Recipe, cheaper, num_blocks, recipe_of
 from offloadz.plan.search import Batch, Plan, Wishes, decide
 from offloadz.plan.shapes import ParamInfo, TableInfo, make_spec
-from offloadz.plan.spec import ModelSpec, aligned
+from offloadz.plan.spec import LINE_BYTES, PAGE_BYTES, STAGGER_BYTES, ModelSpec, Part, staggered
 
 GIB = 1 << 30
 
@@ -56,8 +56,24 @@ def test_the_exact_recipe_lies_as_it_always_did() -> None:
     """Low bits, first moment, second moment, each from a line of 64 bytes on."""
     part = spec_of().units[1].parts[0]
     n = part.num_elements
-    assert part.low_bytes == aligned(2 * n, 64) and part.moment_bytes == aligned(4 * n, 64) and part.scale_bytes == 0
-    assert part.state_bytes == aligned(2 * n, 64) + 2 * aligned(4 * n, 64)
+    assert part.low_bytes == staggered(2 * n) and part.moment_bytes == staggered(4 * n) and part.scale_bytes == 0
+    assert part.state_bytes == staggered(2 * n) + 2 * staggered(4 * n)
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_no_two_arrays_of_a_part_begin_at_the_same_place_of_their_pages(state: str) -> None:
+    recipe = Recipe(state)
+    for n in (1 << 22, 1 << 16, 4096 * 1021):
+        part = Part(0, 0, n, "bfloat16", recipe, num_blocks(n))
+        arrays = [part.low_bytes] if part.low_bytes else []
+        arrays += [part.moment_bytes] * recipe.num_moments
+        starts = [sum(arrays[:k]) % PAGE_BYTES for k in range(len(arrays))]
+        assert len(set(starts)) == len(starts) and all(start % LINE_BYTES == 0 for start in starts)
+        assert (
+            part.state_bytes
+            < (part.low_bytes and 2 * n) + recipe.num_moments * (n * recipe.code_bytes + part.scale_bytes) + PAGE_BYTES
+        )
+    assert staggered(0) == 0
 
 
 @pytest.mark.parametrize("state", STATES)
@@ -86,8 +102,8 @@ def test_regions_and_scales_cover_each_span_and_nothing_twice(
             assert int(counts.max()) == 1
             regions = [r for r in (part.low_bytes, part.moment_bytes, part.scale_bytes) if r]
             assert all(region % 64 == 0 for region in regions)
-            # what no span has is padding between regions: less than a line for each
-            assert int((counts == 0).sum()) < 64 * (1 + 4)
+            # what no span has is padding between regions: less than a line for each, and the stagger of whole pages
+            assert int((counts == 0).sum()) < LINE_BYTES * (1 + 4) + STAGGER_BYTES * (1 + 2)
     assert typed(buffer, 0, 0, torch.float32).numel() == 0
 
 
