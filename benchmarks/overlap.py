@@ -96,7 +96,7 @@ def opened(path: Path, slots: int, blocks: int, compute_s: float, read_s: float)
     places = {"gradients": "host", "optimizer_state": "host", "activations": "host"}
     run = offloadz.offload(Sleepers(blocks, compute_s), swap=path, parameters="disk", slots=slots, **places)
     drive, unit = run.session.room.drive, run.session.spec.units[0]
-    drive._io = Throttled(drive._io, unit.weight_bytes / read_s)
+    drive.paths[0].io = Throttled(drive.paths[0].io, unit.weight_bytes / read_s)
     return run
 
 

@@ -131,7 +131,6 @@ def refusals() -> list[str]:
     more = {
         "model.attention": 'anything but `"auto"`, `"eager"` and `"sdpa"`',
         "offload.device": 'a GPU (`"cuda:0"`): the compute device is the CPU',
-        "offload.swap": "more than one directory",
         "offload.machine": "a machine that computes on a GPU",
     }
     return found + [f"`{key}`: {what}" for key, what in more.items()]

@@ -151,12 +151,13 @@ def _leftovers(path: Path, clean: bool) -> None:
 
 def _state_told(directory: Path, output: Path) -> str:
     """Whether what a dead run left can be gone on from."""
-    from offloadz.memory.record import FLIP_FILE, read_saved
+    from offloadz.memory.record import FLIP_FILE, home_of, read_saved
     from offloadz.memory.swapdir import STATE
     from offloadz.plan.errors import DamagedState
 
     if not (directory / STATE / FLIP_FILE).exists():
-        return "it holds no state to go on from"
+        home = home_of(directory / STATE).parent
+        return "it holds no state to go on from" if home == directory else f"it holds a share of the state in {home}"
     try:
         step = read_saved(directory / STATE).record.note["step"]
     except (DamagedState, OSError, KeyError) as error:

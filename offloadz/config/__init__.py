@@ -163,9 +163,6 @@ def _not_built(config: Config, table: Iterable[NotBuilt]) -> Iterable[_Problem]:
         yield ("offload.device",), f'{shown(config.offload.device)} {_LATER}; write "auto" or "cpu"'
     elif config.offload.device not in ("auto", "cpu"):
         yield ("offload.device",), f'found {shown(config.offload.device)}, needs "auto" or "cpu"'
-    if len(config.offload.swap) > 1:
-        text = f"{shown(config.offload.swap)}: striping over several directories {_LATER}; write one"
-        yield ("offload.swap",), text
 
 
 def _contradictions(config: Config) -> Iterable[_Problem]:

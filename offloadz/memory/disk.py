@@ -1,12 +1,13 @@
-"""The disk tier: named extents in a run's private directory, every piece of 1 MiB checked on every read.
+"""The disk tier: named extents in a run's private directories, every piece of 1 MiB checked on every read.
 
-A tier owns one directory of one swap path (`swapdir.py`) with two areas: `state/` (training state) and `scratch/`
+A tier owns one directory in each swap path (`swapfiles.py`) with two areas: `state/` (training state) and `scratch/`
 (gradients, activations).  Files are named by role, extents by parameter or unit, so names never change from run to run.
-Left to others: which thread calls (reads and writes block, and several threads may call at once), and how bytes are
-moved (`tier.Transfer`, handed in and owned from then on).  The trade-off: checksums live in memory (8 bytes a MiB) and
-are taken of what was handed over, so a flipped bit is found when it is read and costs about one pass over the buffer;
-`checksum=False` saves that pass and keeps only the flag "never written".  With `copies` above 1 state extents exist
-that often and are crash-safe (`shadow.py`).
+An extent is its shares, one on each path (`stripes.py`), which are moved at the same time; on one path it is its only
+share.  Left to others: which thread calls (reads and writes block, and several threads may call at once), and how bytes
+are moved (`tier.Transfer`, handed in and owned from then on).  The trade-off: checksums live in memory (8 bytes a MiB)
+and are taken of what was handed over, so a flipped bit is found when it is read and costs about one pass over the
+buffer; `checksum=False` saves that pass and keeps only the flag "never written".  With `copies` above 1 state extents
+exist that often and are crash-safe (`shadow.py`).
 """
 
 from __future__ import annotations
@@ -19,17 +20,22 @@ import os
 import re
 import threading
 import weakref
+from collections import ChainMap, Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
 import torch
 
 from offloadz.memory.copies import copy_file
-from offloadz.memory.direct import CACHE_STEP_BYTES, drop_cache, probe_direct
+from offloadz.memory.direct import Probe
 from offloadz.memory.record import Saved
 from offloadz.memory.rows import RowReader
 from offloadz.memory.shadow import Shadow, make_durable
-from offloadz.memory.swapdir import Leftover, SwapDir, leftovers, remove
+from offloadz.memory.stripes import WEIGHT_SUM, Together, file_on, path_of, shares
+from offloadz.memory.swapdir import Leftover, leftovers, remove
+from offloadz.memory.swapfiles import AREAS, SwapFiles
 from offloadz.memory.tier import (
     NEVER_WRITTEN,
     NOT_CHECKED,
@@ -38,99 +44,81 @@ from offloadz.memory.tier import (
     PIECE_BYTES,
     Extent,
     Transfer,
-    TransferDamaged,
-    TransferFailed,
     rounded,
 )
 from offloadz.plan.errors import DamagedState, DiskFailed, DoesNotFit
-from offloadz.plan.machine import disk_free
 
 __all__ = ["AREAS", "DiskTier", "Extent", "Leftover", "leftovers", "remove"]
 
 log = logging.getLogger("offloadz")
 
-AREAS = ("state", "scratch")
 INDEX_FILE = "extents.json"
 _ROLE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
 class DiskTier:
-    """Extents in `<directory>/offloadz-<hash of owner>`, moved by `io`.
+    """Extents in `<directory>/offloadz-<hash of owner>`, moved by `io`, and on as many `others` (directory, io).
 
     `owner` is `swapdir.owner_name(output)`.  `notes` are the lines a user should see at the start (direct I/O refused,
     RAM-backed path, dead runs' leftovers); they are also logged.  `bytes_read` and `bytes_written` count what went
-    over the bus, padding included.  Once made, the tier owns `io` and closes it.  Raises `ConfigError` where the
+    over the bus, padding included.  Once made, the tier owns each `io` and closes it.  Raises `ConfigError` where a
     directory is in use, `DiskFailed` where it cannot be written.
 
-    `copies`: of everything in `state/`; above 1 there is a `shadow`, and `adopt` may be state to go on from, with
-    `checkpoints` the directory of those that may hold links to it.
+    `copies`: of everything in `state/`; above 1 there is a `shadow`, and `adopt` may be state to go on from, with as
+    many directories, and `checkpoints` the directory of those that may hold links to it.  `weights`: how much of an
+    extent each path gets; equal, or those of `adopt`, unless they are set before the first `reserve`.
     """
 
     def __init__(
         self,
         directory: str | Path,
         io: Transfer,
-        *,
+        *others: tuple[str | Path, Transfer],
         checksum: bool = True,
         owner: str,
         copies: int = 1,
         adopt: Saved | None = None,
         checkpoints: Path | None = None,
     ) -> None:
-        self._io = io
         self.checksum = checksum
         self.bytes_read = 0
         self.bytes_written = 0
+        self._shares: dict[Extent, tuple[Extent, ...]] = {}
+        self._turns: Counter[str] = Counter()  # extents reserved per role
         self._ends: dict[str, int] = {}  # bytes reserved per file
-        self._pending: list[Extent] = []  # reserved and not yet allocated
+        self._pending: list[Extent] = []  # shares reserved and not yet allocated
         self._names: set[tuple[str, str]] = set()
-        self._sizes: dict[str, int] = {}  # bytes allocated per file
-        self._fds: dict[str, int] = {}
-        self._tables: dict[Extent, torch.Tensor] = {}  # a checksum or a flag per piece
+        self._tables: dict[Extent, torch.Tensor] = {}  # a checksum or a flag per piece of a share
         self._count = threading.Lock()
         self._rows = RowReader()
-        self._swap = SwapDir(directory, owner, adopt.directory if adopt else None)
-        self.path = self._swap.path
-        self.shadow = Shadow(self.path, copies, self._fds, adopt, checkpoints) if copies > 1 else None
+        self.paths = _opened([(directory, io), *others], owner, adopt)
+        self.path = self.paths[0].path
+        equal = tuple(WEIGHT_SUM // len(self.paths) for _ in self.paths)
+        self.weights: tuple[int, ...] = adopt.weights if adopt else equal
+        self._together = Together(len(self.paths))
+        fds = ChainMap(*(files.fds for files in self.paths))
+        places = [files.path for files in self.paths]
+        self.shadow = Shadow(places, copies, fds, adopt, checkpoints) if copies > 1 else None
         # Also at exit, and when an exception drops the tier; in a forked child it does nothing.
-        self._end = weakref.finalize(self, _abandon, self._fds, self._swap, self.shadow)
-        try:
-            for area in AREAS:
-                (self.path / area).mkdir(mode=0o700, exist_ok=True)
-            self.probe = probe_direct(self.path)
-        except OSError as error:
-            self._end()
-            number = error.errno or errno.EIO
-            free = f", {disk_free(directory)} bytes are free" if number in (errno.ENOSPC, errno.EDQUOT) else ""
-            text = f"swap path {directory}: {os.strerror(number)} at the first write ({error.filename}){free}"
-            raise DiskFailed(number, text) from error
-        self.notes = self.probe.lines(self.path) + self._found_notes(Path(directory))
+        self._end = weakref.finalize(self, _abandon, self.paths, self.shadow)
+        self.notes = [note for files in self.paths for note in _found_notes(files)]
         for line in self.notes:
             log.warning("%s", line)
 
-    def _found_notes(self, directory: Path) -> list[str]:
-        notes = []
-        if self._swap.taken_over_bytes:
-            taken = self._swap.taken_over_bytes
-            notes.append(f"{self.path}: removed {taken} bytes that a dead run of the same output left")
-        others = leftovers(directory)
-        if others:
-            total = sum(leftover.size_bytes for leftover in others)
-            shown = "; ".join(str(leftover) for leftover in others[:5])
-            notes.append(
-                f"swap path {directory}: dead runs left {total} bytes in {len(others)} directories"
-                f" ({shown}); `offloadz check --clean` removes them"
-            )
-        return notes
+    @property
+    def probe(self) -> Probe:
+        """What the first path can do."""
+        return self.paths[0].probe
 
     @property
     def io_name(self) -> str:
         """How bytes are moved and why not otherwise, for the line at the start."""
-        return self._io.name
+        return "; ".join(dict.fromkeys(files.io.name for files in self.paths))
 
     def fix(self, buffer: torch.Tensor) -> None:
         """Say that `buffer` will be read into and written from again and again, and stays until `close`."""
-        self._io.fix(buffer)
+        for files in self.paths:
+            files.io.fix(buffer)
 
     def reserve(self, area: str, name: str, nbytes: int) -> Extent:
         """Plan `nbytes` for `name` ("role/parameter or unit") in `area`; `allocate` then takes the room.
@@ -146,9 +134,15 @@ class DiskTier:
         if (file, name) in self._names:
             raise ValueError(f"disk tier: {name!r} was reserved in {area}/ before")
         self._names.add((file, name))
-        extent = Extent(file, self._ends.get(file, 0), nbytes, name)
-        self._ends[file] = extent.offset + rounded(nbytes)
-        self._pending.append(extent)
+        found = []
+        for path, share_bytes in _of_paths(nbytes, self.weights, self._turns[file]):
+            own = file_on(path, file)
+            found.append(Extent(own, self._ends.get(own, 0), share_bytes, name))
+            self._ends[own] = found[-1].offset + rounded(share_bytes)
+        self._turns[file] += 1
+        self._pending += found
+        extent = Extent(found[0].file, found[0].offset, nbytes, name)
+        self._shares[extent] = tuple(found)
         return extent
 
     def allocate(self) -> None:
@@ -157,69 +151,31 @@ class DiskTier:
         Raises `DoesNotFit` with path, needed and free bytes (nothing of this call stays taken), or `DiskFailed`.
         """
         if self.shadow is not None and self.shadow.adopt is not None and not self.shadow.copies.extents:
-            self._open_adopted(self.shadow)
-        ends = self._ends if self.shadow is None else self.shadow.files(self._ends)
-        before = dict(self._sizes)
-        missing_bytes = sum(end - before.get(file, 0) for file, end in ends.items())
-        free_bytes = disk_free(self.path)
-        if missing_bytes > free_bytes:
-            raise self._no_room(missing_bytes, free_bytes)
+            state = {file: end for file, end in self._ends.items() if file.startswith("state/")}
+            self._take(self.shadow.take_over([e for e in self._pending if e.file in state], state))
+        before = [dict(files.sizes) for files in self.paths]
         try:
-            for file, end in ends.items():
-                self._grow(file, before.get(file, 0), end)
+            self._take(self._ends if self.shadow is None else self.shadow.files(self._ends))
             if self.shadow is not None:
-                make_durable(self.path)
-        except OSError as error:
-            for file, fd in self._fds.items():
-                os.ftruncate(fd, before.get(file, 0))
-            self._sizes = before
-            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                raise self._no_room(missing_bytes, free_bytes) from error
+                make_durable(files.path for files in self.paths)
+        except (OSError, DoesNotFit) as error:
+            for files, sizes in zip(self.paths, before, strict=True):
+                files.cut(sizes)
+            if isinstance(error, DoesNotFit | DiskFailed):
+                raise
             number = error.errno or errno.EIO
-            text = f"{os.strerror(number)}: reserving {missing_bytes} bytes in {self.path} failed"
-            raise DiskFailed(number, text) from error
-        for extent in self._pending:
-            if self.shadow is not None and extent.file.startswith("state/"):
-                if extent not in self.shadow.copies:
-                    self.shadow.copies.add(extent)
+            raise DiskFailed(number, f"{os.strerror(number)}: the names in {self.path} were not flushed") from error
+        for share in self._pending:
+            if self.shadow is not None and share.file.startswith("state/"):
+                if share not in self.shadow.copies:
+                    self.shadow.copies.add(share)
             else:
-                self._tables[extent] = torch.full((extent.num_pieces,), NEVER_WRITTEN, dtype=torch.int64)
+                self._tables[share] = torch.full((share.num_pieces,), NEVER_WRITTEN, dtype=torch.int64)
         self._pending.clear()
 
-    def _open_adopted(self, shadow: Shadow) -> None:
-        """The files of state to go on from, with room wherever there are holes."""
-        ends = {file: end for file, end in self._ends.items() if file.startswith("state/")}
-        there = shadow.take_over([e for e in self._pending if e.file.startswith("state/")], ends)
-        for file, length in there.items():
-            try:
-                self._grow(file, 0, length)
-            except OSError as error:
-                number = error.errno or errno.EIO
-                if number in (errno.ENOSPC, errno.EDQUOT):
-                    raise self._no_room(length, disk_free(self.path)) from error
-                raise DiskFailed(number, f"{os.strerror(number)}: reserving {self.path / file} failed") from error
-
-    def _no_room(self, missing_bytes: int, free_bytes: int) -> DoesNotFit:
-        return DoesNotFit(
-            f"swap path {self.path}: {missing_bytes} bytes are needed, {free_bytes} are free;"
-            " free some or name a larger drive in offload.swap"
-        )
-
-    def _grow(self, file: str, start: int, end: int) -> None:
-        path = self.path / file
-        if file not in self._fds:
-            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-            self._fds[file] = os.open(path, flags | (os.O_DIRECT if self.probe.direct else 0), 0o600)
-            if not self.probe.direct:  # no read-ahead: nobody would drop those pages
-                os.posix_fadvise(self._fds[file], 0, 0, os.POSIX_FADV_RANDOM)
-        if end > start:
-            # By a descriptor of its own: where a file system has no fallocate, libc writes single bytes instead.
-            plain = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                os.posix_fallocate(plain, start, end - start)
-            finally:
-                os.close(plain)
-        self._sizes[file] = end
+    def _take(self, ends: Mapping[str, int]) -> None:
+        for number, files in enumerate(self.paths):
+            files.take({file: end for file, end in ends.items() if path_of(file) == number})
 
     def read(self, extent: Extent, buffer: torch.Tensor, nbytes: int | None = None, offset: int = 0) -> None:
         """Read `nbytes` (the rest if None) at `offset` of `extent` into the start of the uint8 `buffer`.
@@ -228,18 +184,20 @@ class DiskTier:
         `rounded(nbytes)` long; the padding reads as zeros, and so do pieces never written.  Raises `DamagedState`
         (a checksum differs) or `DiskFailed`.
         """
-        nbytes = self._checked(extent, buffer, nbytes, offset)
-        file, table = self._spot(extent, nbytes, offset)
+        self._run(self._read, extent, buffer, self._checked(extent, buffer, nbytes, offset), offset)
+
+    def _read(self, share: Extent, buffer: torch.Tensor, nbytes: int, offset: int) -> None:
+        file, table = self._spot(share, nbytes, offset)
         done = 0
         for flag, group in groupby(table.tolist(), key=lambda entry: NOT_CHECKED if entry >= 0 else entry):
             run = min(sum(PIECE_BYTES for _ in group), rounded(nbytes) - done)
             if flag == NOT_WHOLE:
-                raise self._not_whole(extent, file, offset + done)
+                raise self._not_whole(share, file, offset + done)
             if flag == NEVER_WRITTEN:
                 # Not `zero_`: torch would start a team of threads for this lane (see `runtime/lanes.py`).
                 ctypes.memset(buffer.data_ptr() + done, 0, run)
             else:
-                self._move("read", extent, file, buffer[done : done + run], offset + done, table[done // PIECE_BYTES :])
+                self._move("read", share, file, buffer[done : done + run], offset + done, table[done // PIECE_BYTES :])
                 with self._count:
                     self.bytes_read += run
             done += run
@@ -251,18 +209,31 @@ class DiskTier:
         not whole: where it fails (`DiskFailed`), reading them is `DamagedState` until they are written again.  An
         extent that exists in copies is written whole.
         """
-        if self.shadow is not None and extent in self.shadow.copies and nbytes not in (None, extent.nbytes):
+        copied = self.shadow is not None and extent.file.startswith("state/")
+        if copied and nbytes not in (None, extent.nbytes):
             raise ValueError(f"disk tier: {extent.label!r} exists in copies and is written whole, not {nbytes} bytes")
-        nbytes = self._checked(extent, buffer, nbytes, offset)
-        file, table = self._spot(extent, nbytes, offset, writing=True)
+        self._run(self._write, extent, buffer, self._checked(extent, buffer, nbytes, offset), offset)
+
+    def _write(self, share: Extent, buffer: torch.Tensor, nbytes: int, offset: int) -> None:
+        file, table = self._spot(share, nbytes, offset, writing=True)
         length = rounded(nbytes)
         buffer[nbytes:length].zero_()
         table.fill_(NOT_WHOLE)
         fresh = torch.full_like(table, NOT_CHECKED)
-        self._move("write", extent, file, buffer[:length], offset, fresh)
+        self._move("write", share, file, buffer[:length], offset, fresh)
         table.copy_(fresh)
         with self._count:
             self.bytes_written += length
+
+    def _run(self, move: Callable[..., None], extent: Extent, buffer: torch.Tensor, nbytes: int, offset: int) -> None:
+        """One transfer: the parts of its shares at once, the buffer's in order."""
+        moves, start = [], 0
+        for share in self._shares[extent]:
+            low, high = max(offset, start), min(offset + nbytes, start + share.nbytes)
+            if low < high:
+                moves.append(partial(move, share, buffer[low - offset :], high - low, low - start))
+            start += share.nbytes
+        self._together.run(moves)
 
     def read_rows(self, extent: Extent, row_bytes: int, first_byte: int, rows: torch.Tensor, out: torch.Tensor) -> None:
         """Fill `out` (len(rows), row_bytes) uint8 with the `rows` (int64, sorted, unique) of a table in `extent`.
@@ -272,13 +243,13 @@ class DiskTier:
         """
         self._rows.read_rows(self.read, extent, row_bytes, first_byte, rows, out)
 
-    def _spot(self, extent: Extent, nbytes: int, offset: int, writing: bool = False) -> tuple[str, torch.Tensor]:
+    def _spot(self, share: Extent, nbytes: int, offset: int, writing: bool = False) -> tuple[str, torch.Tensor]:
         """The file a transfer goes to or comes from, and its part of the checksum table."""
-        file, table = extent.file, self._tables.get(extent)
+        file, table = share.file, self._tables.get(share)
         if self.shadow is not None and table is None:
             copies = self.shadow.copies
-            copy = copies.to_write(extent) if writing else copies.newest(extent)
-            file, table = copy_file(extent.file, copy), copies.table(extent, copy)
+            copy = copies.to_write(share) if writing else copies.newest(share)
+            file, table = copy_file(share.file, copy), copies.table(share, copy)
         assert table is not None  # `_checked` has looked
         first = offset // PIECE_BYTES
         return file, table[first : first + -(-nbytes // PIECE_BYTES)]
@@ -287,8 +258,9 @@ class DiskTier:
         """The length of a transfer, once it is known to be possible."""
         nbytes = extent.nbytes - offset if nbytes is None else nbytes
         where = f"disk tier: {extent.label!r} ({extent.nbytes} bytes)"
-        known = extent in self._tables or (self.shadow is not None and extent in self.shadow.copies)
-        if not self._fds or not known:
+        first = self._shares.get(extent, (extent,))[0]
+        known = first in self._tables or (self.shadow is not None and first in self.shadow.copies)
+        if not self._end.alive or not known:
             raise ValueError(f"{where} has no room: the tier is closed, or allocate() was not called after reserve()")
         if offset < 0 or nbytes < 0 or offset + nbytes > extent.nbytes:
             raise ValueError(f"{where}: {nbytes} bytes at {offset} do not lie in it")
@@ -304,48 +276,21 @@ class DiskTier:
         return nbytes
 
     def _move(
-        self, operation: str, extent: Extent, file: str, buffer: torch.Tensor, offset: int, table: torch.Tensor
+        self, operation: str, share: Extent, file: str, buffer: torch.Tensor, offset: int, table: torch.Tensor
     ) -> None:
-        """One run of pieces: in one transfer if direct, else in steps that keep the page cache small."""
-        step = max(1, buffer.numel()) if self.probe.direct else CACHE_STEP_BYTES
-        fd = self._fds[file]
-        move = self._io.read if operation == "read" else self._io.write
-        for start in range(0, buffer.numel(), step):
-            part = buffer[start : start + step]
-            at = extent.offset + offset + start
-            pieces = range(0, part.numel(), PIECE_BYTES)
-            crcs = table[start // PIECE_BYTES :][: len(pieces)] if self.checksum else None
-            try:
-                move(fd, part, part.numel(), at, crcs)
-                if not self.probe.direct:
-                    drop_cache(fd, at, part.numel(), operation == "write")
-            except TransferDamaged as error:
-                if self.shadow is not None and file.startswith("state/"):
-                    self.shadow.distrust()
-                raise DamagedState(
-                    f"{extent.label}: file {self.path / file} is damaged at byte {error.offset}: the piece read"
-                    f" has CRC32C {error.found:#010x}, {error.expected:#010x} was written; the state cannot be trusted,"
-                    " go back to the last checkpoint and check the drive"
-                ) from error
-            except OSError as error:
-                raise self._failed(operation, extent, file, at, part.numel(), error) from error
+        try:
+            self.paths[path_of(file)].move(
+                operation, share.label, file, buffer, share.offset + offset, table if self.checksum else None
+            )
+        except DamagedState:
+            if self.shadow is not None and file.startswith("state/"):
+                self.shadow.distrust()
+            raise
 
-    def _failed(self, operation: str, extent: Extent, file: str, at: int, wanted: int, error: OSError) -> DiskFailed:
-        found = 0
-        if isinstance(error, TransferFailed):
-            operation, at, wanted, found = error.operation, error.offset, error.wanted_bytes, error.found_bytes
-        number = error.errno or errno.EIO
-        reason = os.strerror(number) if error.errno else "the transfer stays short"
-        free = f", {disk_free(self.path)} bytes are free" if number in (errno.ENOSPC, errno.EDQUOT) else ""
-        return DiskFailed(
-            number,
-            f"{operation} of {extent.label} failed: {reason}; file {self.path / file}, offset {at}, wanted"
-            f" {wanted} bytes, found {found}{free}",
-        )
-
-    def _not_whole(self, extent: Extent, file: str, offset: int) -> DamagedState:
+    def _not_whole(self, share: Extent, file: str, offset: int) -> DamagedState:
+        place = self.paths[path_of(file)].path / file
         return DamagedState(
-            f"{extent.label}: file {self.path / file} at byte {extent.offset + offset} was left half-written by"
+            f"{share.label}: file {place} at byte {share.offset + offset} was left half-written by"
             " a write that failed (or is still under way); go back to the last checkpoint"
         )
 
@@ -357,7 +302,9 @@ class DiskTier:
         """
         if not self._end.alive:
             return
-        self._io.close()
+        for files in self.paths:
+            files.io.close()
+        self._together.close()
         self._rows.close()
         try:
             if keep_state:
@@ -369,19 +316,20 @@ class DiskTier:
             text = f"{os.strerror(number)}: the index of the state in {self.path} could not be written; its files stay"
             raise DiskFailed(number, text) from error
         finally:
-            if keep_state:
-                self._swap.remove(keep=True)
+            for files in self.paths if keep_state else ():
+                files.end(keep_state=True)
             self._end()
 
     def _write_index(self) -> None:
         kept = []
-        for extent, table in self._tables.items():
-            if extent.file.startswith("state/"):
-                place = {"file": extent.file, "offset": extent.offset, "nbytes": extent.nbytes, "label": extent.label}
+        for share, table in self._tables.items():
+            if share.file.startswith("state/"):
+                place = {"file": share.file, "offset": share.offset, "nbytes": share.nbytes, "label": share.label}
                 kept.append(place | {"crc32c": table.tolist()})
-        for file, fd in self._fds.items():
-            if file.startswith("state/"):
-                os.fsync(fd)
+        for files in self.paths:
+            for file, fd in files.fds.items():
+                if file.startswith("state/"):
+                    os.fsync(fd)
         fd = os.open(self.path / "state" / INDEX_FILE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         with os.fdopen(fd, "w") as index:
             json.dump(kept, index)
@@ -389,10 +337,42 @@ class DiskTier:
             os.fsync(index.fileno())
 
 
-def _abandon(fds: dict[str, int], swap: SwapDir, shadow: Shadow | None) -> None:
-    """What must happen even if nobody calls `close`: descriptors closed, directory gone (unless kept before, or its
-    state is newer than every checkpoint)."""
-    for fd in fds.values():
-        os.close(fd)
-    fds.clear()
-    swap.remove(shadow is not None and shadow.worth_keeping)
+def _opened(paths: Sequence[tuple[str | Path, Transfer]], owner: str, adopt: Saved | None) -> list[SwapFiles]:
+    """The files of every path, the first one's directory the home of the record; all or none."""
+    found: list[SwapFiles] = []
+    keeps = adopt.directories if adopt else [None] * len(paths)
+    try:
+        for (directory, io), keep in zip(paths, keeps, strict=True):
+            found.append(SwapFiles(directory, io, owner, keep))
+    except BaseException:
+        for files in found:
+            files.end(keep_state=adopt is not None)
+        raise
+    return found
+
+
+def _found_notes(files: SwapFiles) -> Iterator[str]:
+    yield from files.probe.lines(files.path)
+    if files.taken_over_bytes:
+        yield f"{files.path}: removed {files.taken_over_bytes} bytes that a dead run of the same output left"
+    others = leftovers(files.path.parent)
+    if others:
+        total = sum(leftover.size_bytes for leftover in others)
+        shown = "; ".join(str(leftover) for leftover in others[:5])
+        yield (
+            f"swap path {files.path.parent}: dead runs left {total} bytes in {len(others)} directories"
+            f" ({shown}); `offloadz check --clean` removes them"
+        )
+
+
+def _of_paths(nbytes: int, weights: Sequence[int], turn: int) -> list[tuple[int, int]]:
+    """(number of the path, bytes) of the shares that are not empty; the first path has an extent of no bytes."""
+    found = [(path, share) for path, share in enumerate(shares(nbytes, weights, turn)) if share]
+    return found or [(0, 0)]
+
+
+def _abandon(paths: Sequence[SwapFiles], shadow: Shadow | None) -> None:
+    """What must happen even if nobody calls `close`: descriptors closed, directories gone (unless kept before, or their
+    state is newer than every checkpoint).  The record goes first: without its shares it would be a promise."""
+    for files in paths:
+        files.end(keep_state=shadow is not None and shadow.worth_keeping)

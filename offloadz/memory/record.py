@@ -20,6 +20,7 @@ from typing import Any
 import numpy
 import torch
 
+from offloadz.memory.stripes import path_of
 from offloadz.memory.tier import Extent
 from offloadz.plan.errors import DamagedState
 
@@ -133,6 +134,19 @@ class Saved:
     record: Record
     extents: tuple[Extent, ...]
     layout: dict[str, Any]
+    directories: tuple[Path, ...]
+    """Of each swap path, by its number; of a checkpoint all the same one, its own."""
+    weights: tuple[int, ...]
+    """How much of an extent each swap path has."""
+
+    def where(self, file: str) -> Path:
+        """The place of one of its files (of which only the name counts)."""
+        return self.directories[path_of(file)] / file.rpartition("/")[2]
+
+    @property
+    def absent(self) -> list[Path]:
+        """Directories that are not there: a drive that is not mounted."""
+        return [path for path in self.directories if not path.is_dir()]
 
 
 def read_saved(directory: Path) -> Saved:
@@ -143,19 +157,42 @@ def read_saved(directory: Path) -> Saved:
     own = directory / FLIP_FILE
     record = read_record(own if own.exists() else directory / TABLES_FILE)
     path = directory / LAYOUT_FILE
+    told = read_layout(path)
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))
-        stated = told.pop("checksum")
-        if stated != layout_checksum(told):
-            raise DamagedState(f"{path} is not the one that was written (CRC-32)")
         extents = tuple(Extent(*place) for place in told["extents"])
+        paths = told.get("paths", [[str(directory), 1]])
+        others = [Path(place) if own.exists() else directory for place, _ in paths[1:]]
+        weights = tuple(int(weight) for _, weight in paths)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedState(f"{path} is not readable: {error!r}") from error
     if len(extents) != len(record.choice) or any(
         extent.num_pieces != len(table) for extent, table in zip(extents, record.tables, strict=True)
     ):
         raise DamagedState(f"{directory}: the record and {path.name} are of different layouts")
-    return Saved(directory, record, extents, told)
+    return Saved(directory, record, extents, told, (directory, *others), weights)
+
+
+def read_layout(path: Path) -> dict[str, Any]:
+    """What `layout_text` was given; DamagedState where it is not that, FileNotFoundError where there is none."""
+    try:
+        told: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        stated = told.pop("checksum")
+        whole = stated == layout_checksum(told)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedState(f"{path} is not readable: {error!r}") from error
+    if not whole:
+        raise DamagedState(f"{path} is not the one that was written (CRC-32)")
+    return told
+
+
+def home_of(directory: Path) -> Path:
+    """Where the record is of the state that has files in `directory`: there, or on another swap path of that run."""
+    if (directory / FLIP_FILE).exists():
+        return directory
+    try:
+        return Path(read_layout(directory / LAYOUT_FILE)["paths"][0][0])
+    except (OSError, DamagedState, LookupError, TypeError):
+        return directory
 
 
 def layout_text(layout: Mapping[str, Any]) -> str:

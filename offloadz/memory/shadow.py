@@ -1,7 +1,8 @@
 """State on disk that is whole at any moment: flips, hard links for checkpoints, and going on from what is there.
 
 [Note: a flip]  Everything written since the last one is flushed, then a record of which copies are valid is written
-beside the old one, flushed and renamed over it, and the directory is flushed.  Only then may the copies that were valid
+beside the old one, flushed and renamed over it, and the directory is flushed.  There is one record however many swap
+paths there are: what lies on the others is flushed before it is.  Only then may the copies that were valid
 before be written again.  A kill or a power cut in between leaves the old record or the new one, each with its state.
 
 [Note: pinned copies]  A checkpoint is hard links to the files, and which copy of each extent it holds is written down
@@ -19,7 +20,7 @@ import contextlib
 import ctypes
 import errno
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from offloadz.memory.record import (
     read_record,
     record_bytes,
 )
+from offloadz.memory.stripes import path_of
 from offloadz.memory.swapdir import STATE
 from offloadz.memory.tier import Extent
 from offloadz.plan.errors import CannotGoOn, DamagedState, DiskFailed
@@ -42,16 +44,21 @@ _PUNCH_HOLE, _KEEP_SIZE = 2, 1
 
 
 class Shadow:
-    """The copies of the state in the directory `path` of a tier; `fds` are the tier's open files by name.
+    """The copies of the state in the directories `places` of a tier, one in each swap path, the record in the first.
 
-    `adopt`: state to go on from, the run's own or that of a linked checkpoint.  `checkpoints`: where checkpoints of
-    this run lie, whose links count.
+    `fds` are the tier's open files by name.  `adopt`: state to go on from, the run's own or that of a linked
+    checkpoint.  `checkpoints`: where checkpoints of this run lie, whose links count.
     """
 
     def __init__(
-        self, path: Path, num: int, fds: dict[str, int], adopt: Saved | None = None, checkpoints: Path | None = None
+        self,
+        places: Sequence[Path],
+        num: int,
+        fds: Mapping[str, int],
+        adopt: Saved | None = None,
+        checkpoints: Path | None = None,
     ) -> None:
-        self.path, self.copies, self._fds = path, Copies(num), fds
+        self.places, self.path, self.copies, self._fds = places, places[0], Copies(num), fds
         self.adopt, self._checkpoints = adopt, checkpoints
         self.flipped: dict[str, Any] | None = None
         """The note of the last flip."""
@@ -63,6 +70,10 @@ class Shadow:
     def in_place(self) -> bool:
         """Whether what is adopted is the state of this very directory."""
         return self.adopt is not None and self.adopt.directory == self.path / STATE
+
+    def where(self, file: str) -> Path:
+        """The place of a file of the state."""
+        return self.places[path_of(file)] / file
 
     def files(self, ends: Mapping[str, int]) -> dict[str, int]:
         """Lengths of all files, each of the state's as often as there are copies."""
@@ -87,7 +98,7 @@ class Shadow:
             data = record_bytes(note, self.copies.choice(), self.copies.tables(), self.copies.pins)
             put_record(self.path / file, data)
         except OSError as error:
-            raise _failed(error, "flush", self.path / file) from error
+            raise _failed(error, "flush", self.where(file)) from error
         self.copies.flip()
         self.flipped, self.worth_keeping = note, self.keeps
 
@@ -107,19 +118,7 @@ class Shadow:
         held = sum(path.absolute() in self.copies.pins for path in {*going, target})
         if not self.copies.can_pin(held):
             return f"{len(self.copies.pins)} checkpoints hold copies and {self.copies.num} exist"
-        probe, other = self.path / "link.bin", target.parent / f"{target.name}.link-{os.getpid()}"
-        try:
-            make_directories(target.parent)
-            probe.touch(mode=0o600)
-            other.unlink(missing_ok=True)
-            os.link(probe, other)
-        except OSError as error:
-            return f"hard links from {self.path} to {target.parent}: {os.strerror(error.errno or errno.EIO)}"
-        finally:
-            for path in (probe, other):
-                with contextlib.suppress(OSError):
-                    path.unlink()
-        return ""
+        return next(filter(None, (_cannot_link(place, target) for place in self.places)), "")
 
     def link_into(self, directory: Path) -> list[str]:
         """Hard links to the files that hold the newest copies, and their checksums; returns the files' names."""
@@ -127,7 +126,7 @@ class Shadow:
         try:
             for file in sorted(self.copies.files_of(self.copies.choice())):
                 name = file.rpartition("/")[2]
-                os.link(self.path / file, directory / name)
+                os.link(self.where(file), directory / name)
                 names.append(name)
             data = record_bytes({}, self.copies.choice(), self.copies.tables())
             put_record(directory / TABLES_FILE, data)
@@ -150,7 +149,7 @@ class Shadow:
     def _state_files(self) -> list[Path]:
         files = {e.file for e in self.copies.extents}
         names = [copy_file(file, c) for file in files for c in range(self.copies.num)]
-        return [self.path / name for name in names if (self.path / name).exists()]
+        return [self.where(name) for name in names if self.where(name).exists()]
 
     # ---- going on ----------------------------------------------------------------------------------------------
 
@@ -167,34 +166,34 @@ class Shadow:
         names = {copy_file(e.file, c) for e, c in zip(saved.extents, saved.record.choice, strict=True) if c >= 0}
         if not self.in_place:
             self._link_here(saved, names)
-        elif missing := [name for name in sorted(names) if not (self.path / name).is_file()]:
-            raise CannotGoOn(f"{self.path / missing[0]} is missing")
+        elif missing := [name for name in sorted(names) if not self.where(name).is_file()]:
+            raise CannotGoOn(f"{self.where(missing[0])} is missing")
         pins = self._known_pins(saved)
         everything = {copy_file(file, c) for file in ends for c in range(len(names) + self.copies.num + len(pins) + 2)}
-        there = sorted(name for name in everything if (self.path / name).is_file())
-        if strangers := [name for name in there if not links_match(self.path / name, pins)]:
+        there = sorted(name for name in everything if self.where(name).is_file())
+        if strangers := [name for name in there if not links_match(self.where(name), pins)]:
             self._undo_links()
-            raise CannotGoOn(f"{self.path / strangers[0]} has hard links that belong to no known checkpoint")
+            raise CannotGoOn(f"{self.where(strangers[0])} has hard links that belong to no known checkpoint")
         for extent in extents:
             self.copies.add(extent)
         self.copies.adopt(saved.record.choice, list(saved.record.tables))
         self.copies.pins = pins
         highest = max((int(name.split(".")[-2]) for name in there), default=0)
         self.copies.num = max(self.copies.num, highest + 1, self.copies.most_pinned() + 2)
-        return {name: os.path.getsize(self.path / name) for name in there}
+        return {name: os.path.getsize(self.where(name)) for name in there}
 
     def _link_here(self, saved: Saved, names: set[str]) -> None:
         try:
             for name in sorted(names):
-                os.link(saved.directory / name.rpartition("/")[2], self.path / name)
+                os.link(saved.where(name), self.where(name))
         except OSError as error:
             self._undo_links()
             reason = os.strerror(error.errno or errno.EIO)
-            raise CannotGoOn(f"hard links from {saved.directory} to {self.path}: {reason}") from error
+            raise CannotGoOn(f"hard links from {saved.directory} to {self.where(name)}: {reason}") from error
 
     def _undo_links(self) -> None:
-        if not self.in_place:
-            for path in (self.path / STATE).glob("*.bin"):
+        for place in () if self.in_place else self.places:
+            for path in (place / STATE).glob("*.bin"):
                 path.unlink()
 
     def _known_pins(self, saved: Saved) -> dict[Path, tuple[int, ...]]:
@@ -221,7 +220,7 @@ class Shadow:
     def _shared_files(self, directory: Path) -> set[str]:
         """Files of this state that have a name in `directory` too."""
         found = set()
-        for path in (self.path / STATE).glob("*.bin"):
+        for path in (path for place in self.places for path in (place / STATE).glob("*.bin")):
             told = path.stat()
             with contextlib.suppress(OSError):
                 if is_file(directory / path.name, told.st_ino, told.st_dev):
@@ -248,10 +247,28 @@ class Shadow:
                 os.close(fd)
 
 
-def make_durable(path: Path) -> None:
-    """Flush the names of a run's directory: those of its files and its own."""
-    for directory in (path / STATE, path, path.parent):
-        flush_directory(directory)
+def make_durable(paths: Iterable[Path]) -> None:
+    """Flush the names of a run's directories: those of their files and their own."""
+    for path in paths:
+        for directory in (path / STATE, path, path.parent):
+            flush_directory(directory)
+
+
+def _cannot_link(place: Path, target: Path) -> str:
+    """Why a checkpoint at `target` cannot be links to files in `place`, found by trying; empty if it can."""
+    probe, other = place / "link.bin", target.parent / f"{target.name}.link-{os.getpid()}"
+    try:
+        make_directories(target.parent)
+        probe.touch(mode=0o600)
+        other.unlink(missing_ok=True)
+        os.link(probe, other)
+    except OSError as error:
+        return f"hard links from {place} to {target.parent}: {os.strerror(error.errno or errno.EIO)}"
+    finally:
+        for path in (probe, other):
+            with contextlib.suppress(OSError):
+                path.unlink()
+    return ""
 
 
 def _failed(error: OSError, operation: str, path: Path) -> DiskFailed:

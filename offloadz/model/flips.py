@@ -41,9 +41,13 @@ def begin(run: Any) -> None:
     (state / MODEL).mkdir(mode=0o700, exist_ok=True)
     stock.write_small_files(state / MODEL, None)
     places = [[e.file, e.offset, e.nbytes, e.label] for e in shadow.copies.extents]
-    layout = {**layout_of(run.session.spec), "extents": places, **encode(static_of(stock))}
-    write_text(state / LAYOUT_FILE, layout_text(layout))
-    for path in [*(state / MODEL).iterdir(), state / MODEL, state / LAYOUT_FILE, state]:
+    weights = run.session.room.disk.weights
+    paths = [[str(place / "state"), weight] for place, weight in zip(shadow.places, weights, strict=True)]
+    layout = {**layout_of(run.session.spec), "paths": paths, "extents": places, **encode(static_of(stock))}
+    for place, _ in paths:
+        write_text(Path(place) / LAYOUT_FILE, layout_text(layout))
+    flushed = [Path(place) / name for place, _ in paths for name in (LAYOUT_FILE, "")]
+    for path in [*(state / MODEL).iterdir(), state / MODEL, *flushed]:
         flush(path)
     run.session.tell = lambda: told_now(run, stock, run.progress())
     run.session.room.before_flip = lambda: run.before_flip()
@@ -121,7 +125,7 @@ def checkpoint_of(saved: Saved, target: Path, order: int) -> Path:
             shutil.copytree(saved.directory / MODEL, scratch / MODEL)
             names = sorted(files_of(saved))
             for name in names:
-                os.link(saved.directory / name, scratch / name)
+                os.link(saved.where(name), scratch / name)
             put_record(scratch / TABLES_FILE, record_bytes({}, choice, tables))
             layout = (saved.directory / LAYOUT_FILE).read_text()
             _fill(scratch, names, layout, {**told, "order": order}, buffers)

@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -114,10 +115,10 @@ class SavedState:
         self.saved = read_saved(directory)
         self._units = units_of(self.saved.layout)
         self._recipe = Recipe(*self.saved.layout["recipe"])
-        held = zip(self.saved.record.choice, self.saved.record.tables, strict=True)
-        self._held: dict[str, tuple[Extent, int, Tensor]] = {
-            extent.label: (extent, copy, table) for extent, (copy, table) in zip(self.saved.extents, held, strict=True)
-        }
+        self._held: dict[str, list[tuple[Extent, int, Tensor]]] = {}  # the shares of each
+        record = self.saved.record
+        for extent, copy, table in zip(self.saved.extents, record.choice, record.tables, strict=True):
+            self._held.setdefault(extent.label, []).append((extent, copy, table))
         self._fds: dict[str, int] = {}
         self._last: tuple[tuple[int, int], Tensor, dict[str, Tensor]] | None = None
         self._places: dict[str, list[_Place]] = {}
@@ -176,19 +177,19 @@ class SavedState:
         return self._last[1:]
 
     def _bytes(self, kind: str, unit: Unit, k: int, nbytes: int) -> Tensor:
-        label = f"{ROLES[kind]}/{unit.name}#{k}"
-        if label not in self._held:  # nothing is kept (sgd without momentum)
-            return torch.zeros(rounded(nbytes), dtype=torch.uint8)
-        extent, copy, table = self._held[label]
-        return self._checked(extent, copy, table, 0, extent.room_bytes)
+        raw, start = torch.zeros(rounded(nbytes), dtype=torch.uint8), 0
+        # Nothing is kept of some (sgd without momentum).
+        for extent, copy, table in self._held.get(f"{ROLES[kind]}/{unit.name}#{k}", ()):
+            self._fill(raw[start : start + extent.room_bytes], extent, copy, table, 0)
+            start += extent.room_bytes
+        return raw
 
-    def _checked(self, extent: Extent, copy: int, table: Tensor, offset: int, length: int) -> Tensor:
-        """Bytes of an extent, each piece compared with its checksum; pieces never written are zeros."""
-        raw = torch.zeros(length, dtype=torch.uint8)
+    def _fill(self, raw: Tensor, extent: Extent, copy: int, table: Tensor, offset: int) -> None:
+        """Bytes of an extent, each piece compared with its checksum; pieces never written stay as they are: zeros."""
+        length = raw.numel()
         if copy < 0 or not length:
-            return raw
-        name = copy_file(extent.file, copy).rpartition("/")[2]
-        path = self.saved.directory / name
+            return
+        path = self.saved.where(copy_file(extent.file, copy))
         flags = table[offset // PIECE_BYTES : -(-(offset + length) // PIECE_BYTES)].tolist()
         if any(flag != NEVER_WRITTEN for flag in flags):
             _read_into(self._file(path), raw, extent.offset + offset, path, extent.label)
@@ -199,7 +200,6 @@ class SavedState:
             elif flag == NOT_WHOLE or (flag >= 0 and _entry_of(piece) != flag):
                 at = extent.offset + offset + i * PIECE_BYTES
                 raise DamagedState(f"{extent.label}: {path} is damaged at byte {at}: its CRC32C is not the one written")
-        return raw
 
     def _file(self, path: Path) -> int:
         if path.name not in self._fds:
@@ -211,9 +211,10 @@ class SavedState:
 
     def verify(self) -> None:
         """Read everything and compare it; DamagedState names the first parameter that differs."""
-        for extent, copy, table in self._held.values():
+        raw = torch.empty(CHECK_BYTES, dtype=torch.uint8)
+        for extent, copy, table in chain.from_iterable(self._held.values()):
             for offset in range(0, extent.room_bytes, CHECK_BYTES):
-                self._checked(extent, copy, table, offset, min(CHECK_BYTES, extent.room_bytes - offset))
+                self._fill(raw[: extent.room_bytes - offset], extent, copy, table, offset)
 
     def close(self) -> None:
         """Close the files."""

@@ -14,13 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from offloadz.memory.disk import DiskTier
 from offloadz.memory.flat import spans
 from offloadz.memory.host import map_large_blocks
-from offloadz.memory.record import Saved
-from offloadz.memory.swapdir import owner_name
 from offloadz.model.blocks import BlockSeat
 from offloadz.model.body import Body
+from offloadz.model.drives import Drives
 from offloadz.model.flips import adoptable, begin
 from offloadz.model.head import HeadSeat, LossHead
 from offloadz.model.optimizer import KINDS as OPTIMIZERS
@@ -33,14 +31,15 @@ from offloadz.model.tables import TableSeat
 from offloadz.model.weights import names_of, source_of
 from offloadz.plan.errors import ConfigError, DoesNotFit
 from offloadz.plan.footprint import score_copies
-from offloadz.plan.machine import disk_free, probe_machine
+from offloadz.plan.machine import probe_machine
 from offloadz.plan.placement import KINDS, TIERS
+from offloadz.plan.rooms import apart, rooms_of
 from offloadz.plan.search import Plan, Wishes, decide
 from offloadz.plan.spec import ITEM_BYTES, ModelSpec
 from offloadz.runtime.room import Room
 from offloadz.runtime.session import Session
 from offloadz.runtime.threads import update_threads
-from offloadz.runtime.transfer import check_io, transfer_for
+from offloadz.runtime.transfer import check_io
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ def offload(
 
     `model`: any module with repeated blocks, with its weights or (from `offloadz.load`) on meta.  `optimizer`: AdamW
     (by default, with torch's settings), Adam, Lion or SGD.  `plan`: what `offloadz.plan.search.decide` returned; by
-    default it is made here from the wishes that follow.  `swap`: directory for what is placed on disk.  `parameters`,
+    default it is made here from the wishes that follow.  `swap`: directories for what is placed on disk.  `parameters`,
     `gradients`, `optimizer_state`, `activations`: auto | device | host | disk.  `dtype`: of the working weights at
     rest, by default the parameters' own.  `micro_batch_size`, `batch_size` in rows, `max_length` in tokens (0: unknown,
     grows as met).  `blocks`: names of the lists of blocks, where the longest list is not meant.  `output`: directory of
@@ -117,17 +116,17 @@ def offload(
     updates = RunUpdates(optimizer or AdamW(), update_threads(threads)[0], max_grad_norm, seed)
     recipe = updates.settings.recipe
     drawn = outline(model, stored, recipe, blocks=blocks, keep_float32=keep_float32, freeze=freeze)
-    paths = _paths(swap)
+    paths = apart([swap] if isinstance(swap, str | Path) else swap)
     wishes = Wishes(
         batch_size=batch_size or max(1, micro_batch_size) * max(1, sweeps), max_length=max_length or 512,
         micro_batch_size=micro_batch_size, sweeps=sweeps, slots=slots, parameters=parameters, gradients=gradients,
         optimizer=optimizer_state, activations=activations, swap=bool(paths), commit=commit,
-        disk_free=disk_free(paths[0]) if paths else None, host_memory=host_memory, threads=threads,
+        disk_free=sum(rooms_of(paths, None)) if paths else None, host_memory=host_memory, threads=threads,
         random=isinstance(source_of(model), RandomSource), score_copies=_score_copies(model), copies=copies,
     )  # fmt: skip
     plan = _settled(plan, drawn.spec, wishes)
     source = source_of(model) or ModuleSource(model)
-    room = _furnish(drawn.spec, plan, paths, _Drive(checksum, io, output, adopt))
+    room = _furnish(drawn.spec, plan, Drives(paths, checksum, io, output, adopt))
     session = Session(room, poison=poison, seed=seed)
     run = _stand_in(model, drawn, plan, Stage(session, model, seed), None if adopt else source, updates)
     run.stage.micro_rows = micro_batch_size or (plan.micro_batch_size if batch_size else 0)
@@ -156,13 +155,6 @@ def _check_kinds(lists: dict[str, Any], copies: Any) -> None:
     for key, names in lists.items():
         if isinstance(names, str):
             raise ConfigError(f"{key} = {names!r}; needed: a list, such as [{names!r}]")
-
-
-def _paths(swap: Sequence[str | Path] | str | Path) -> list[Path]:
-    paths = [Path(swap)] if isinstance(swap, str | Path) else [Path(p) for p in swap]
-    if len(paths) > 1:
-        raise ConfigError(f"swap has {len(paths)} directories; striping over several is not built, give one")
-    return paths
 
 
 def _check_commit(commit: str, max_grad_norm: float) -> None:
@@ -200,38 +192,16 @@ def _score_copies(model: nn.Module) -> int:
     return score_copies(getattr(config, "_attn_implementation", None) or "sdpa", told) if told else 0
 
 
-@dataclass(frozen=True)
-class _Drive:
-    """How a swap path is used: `adopt` is a directory of state to take over instead of filling it."""
-
-    checksum: bool
-    io: str
-    output: str | Path | None
-    adopt: Path | None
-
-    def open(self, path: Path, copies: int, saved: Saved | None) -> DiskTier:
-        transfer = transfer_for(path, self.io)
-        checkpoints = Path(self.output) / "checkpoints" if self.output else None
-        try:
-            return DiskTier(
-                path, transfer, checksum=self.checksum, owner=owner_name(self.output), copies=copies, adopt=saved,
-                checkpoints=checkpoints,
-            )  # fmt: skip
-        except BaseException:
-            transfer.close()
-            raise
-
-
-def _furnish(spec: ModelSpec, plan: Plan, paths: list[Path], drive: _Drive) -> Room:
+def _furnish(spec: ModelSpec, plan: Plan, drives: Drives) -> Room:
     """The room of a plan, its buffers made and its extents reserved or taken over."""
-    check_io(drive.io)
+    check_io(drives.io)
     placement = replace(plan.placement, storage=spec.dtype, accumulate=plan.sweeps > 1)
     on_disk = "disk" in (placement.parameters, placement.gradients, placement.optimizer, placement.activations)
-    if on_disk and not paths:
+    if on_disk and not drives.paths:
         raise ConfigError("something is placed on disk and swap is empty; name a directory in offload.swap")
     copies = placement.copies if placement.flips else 1
-    saved = adoptable(drive.adopt, spec, copies) if drive.adopt else None
-    disk = drive.open(paths[0], copies, saved) if on_disk else None
+    saved = adoptable(drives.adopt, spec, copies) if drives.adopt else None
+    disk = drives.open(plan, copies, saved) if on_disk else None
     room = Room(spec, placement, disk)
     try:
         room.build(plan.batch.tokens_per_micro * spec.hidden_size * ITEM_BYTES[placement.compute])

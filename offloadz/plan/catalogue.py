@@ -9,7 +9,7 @@ compute on the CPU are in the catalogue, because plans for others are not built;
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -46,10 +46,10 @@ def machine_names() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob("*.toml") if path != DRIVES)
 
 
-def read_machine(told: str, base: Machine, swap: Path | None = None) -> Machine:
+def read_machine(told: str, base: Machine, swap: Sequence[Path] = ()) -> Machine:
     """The machine of a file or a catalogue name; what it leaves out is that of `base`.
 
-    `swap`: the directory whose drive counts.  Raises ConfigError that names file and field for what is wrong.
+    `swap`: the directories whose drives count.  Raises ConfigError that names file and field for what is wrong.
     """
     path = _found(told)
     tables = _tables(path)
@@ -175,8 +175,9 @@ def number(value: Any, key: str) -> float:
     return float(value)
 
 
-def _drive_of(drives: object, path: Path, default: str, swap: Path | None) -> tuple[Drive | None, dict[str, Figure]]:
-    """The drive that holds `swap`, with its figures: the one with the longest path above it, or one without a path."""
+def _drive_of(drives: object, path: Path, default: str, swap: Sequence[Path]) -> tuple[Drive | None, dict[str, Figure]]:
+    """The drive that holds `swap`, with its figures: the one with the longest path above it, or one without a path;
+    several that hold a share each are told as one."""
     if not isinstance(drives, list):
         raise ConfigError(f"{path}: drive needs tables [[drive]], found {drives!r}")
     found = []
@@ -193,15 +194,40 @@ def _drive_of(drives: object, path: Path, default: str, swap: Path | None) -> tu
         found.append((place, _drive(name, figures), figures))
     if sum(not place for place, _, _ in found) > 1:
         raise ConfigError(f"{path}: {len(found)} drives, and more than one without a path; give each its path")
-    held = [one for one in found if not one[0] or (swap is not None and _holds(Path(one[0]), swap))]
-    if not held:
-        return None, {}
-    _, drive, figures = max(held, key=lambda one: len(one[0]))
-    return drive, figures
+    chosen = {}
+    for one in swap or [Path("/")]:
+        held = [drive for drive in found if not drive[0] or _holds(Path(drive[0]), one)]
+        if not held:
+            return None, {}
+        place, drive, figures = max(held, key=lambda drive: len(drive[0]))
+        chosen[place] = (drive, figures)
+    return _together(list(chosen.values()))
 
 
 def _holds(place: Path, swap: Path) -> bool:
     return swap.absolute().is_relative_to(place.absolute())
+
+
+def _together(drives: Sequence[tuple[Drive, dict[str, Figure]]]) -> tuple[Drive, dict[str, Figure]]:
+    """Drives that hold a share each, by their speed, as one: what one of them is first to be full, slow or worn of."""
+    if len(drives) == 1:
+        return drives[0]
+    known = all(set(LANES) <= set(figures) for _, figures in drives)
+    speeds = [1 / sum(1 / figures[key].value for key in LANES) if known else 1.0 for _, figures in drives]
+    shares = [speed / sum(speeds) for speed in speeds]
+    lanes = {
+        key: Figure(
+            min(figures[key].value / share for (_, figures), share in zip(drives, shares, strict=True)),
+            "; ".join(dict.fromkeys(figures[key].source for _, figures in drives)),
+        )
+        for key in (LANES if known else ())
+    }
+    sizes = [drive.size_bytes for drive, _ in drives]
+    lives = [drive.endurance_bytes for drive, _ in drives]
+    size = sum(filter(None, sizes)) if all(sizes) else None
+    life = min(int(life / share) for life, share in zip(lives, shares, strict=True) if life) if all(lives) else None
+    sources = "; ".join(dict.fromkeys(drive.endurance_source for drive, _ in drives))
+    return Drive(" + ".join(drive.name for drive, _ in drives), size, life, sources if life else ""), lanes
 
 
 def _drive(name: str, figures: Mapping[str, Figure]) -> Drive:

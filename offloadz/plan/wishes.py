@@ -8,21 +8,21 @@ counts as free, because this run takes it over; another program that fills the d
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offloadz.plan.catalogue import catalogue_drive, number, read_machine
+from offloadz.plan.catalogue import LANES, catalogue_drive, number, read_machine
 from offloadz.plan.errors import ConfigError
 from offloadz.plan.footprint import reading, score_copies
 from offloadz.plan.headers import find_directory, model_spec, read_config
-from offloadz.plan.machine import TYPICAL_RATES, Drive, Machine, disk_free, probe_machine
-from offloadz.plan.paths import directory_of, owner_name
+from offloadz.plan.machine import TYPICAL_RATES, Drive, Machine, probe_machine
 from offloadz.plan.positions import positions_note
 from offloadz.plan.recipes import recipe_of
-from offloadz.plan.search import Plan, Wishes, decide
+from offloadz.plan.rooms import apart, drive_of, room_at, rooms_of, shared_lines
+from offloadz.plan.search import Plan, Wishes, decide, human
 from offloadz.plan.spec import ModelSpec
 
 if TYPE_CHECKING:
@@ -64,7 +64,19 @@ def question(config: Config, machine_name: str | None = None, sets: Sequence[str
     wishes = replace(wishes, reading_bytes=_reading_bytes(config, directory), random=model.init == "random")
     machine = asked_machine(config, machine_name)
     machine, wishes = _changed(machine, _on_its_drive(machine, wishes, imagined=bool(machine_name)), sets)
-    return Question(spec, machine, wishes, (note,) if note else ())
+    notes = [note] if note else []
+    return Question(spec, machine, wishes, (*notes, *(() if machine_name else _swap_notes(config))))
+
+
+def _swap_notes(config: Config) -> Iterator[str]:
+    """What is to be known of several swap paths: the room of each, and whether they are several drives."""
+    paths, output = apart(config.offload.swap), Path(config.train.output) if config.train.output else None
+    if len(paths) > 1:
+        rooms = zip(paths, rooms_of(paths, output), strict=True)
+        told = ", ".join(f"{path} has room for {human(room)}" for path, room in rooms)
+        how = "by its speed, measured at the first start, as far as it has room"
+        yield f"offload.swap: {told}; each gets a share {how}"
+        yield from (f"offload.swap: {line}" for line in shared_lines(paths))
 
 
 def _reading_bytes(config: Config, directory: Path) -> int:
@@ -83,7 +95,9 @@ def asked_machine(config: Config, name: str | None = None) -> Machine:
     if config.offload.device not in ("auto", "cpu"):
         raise ConfigError(f"offload.device = {config.offload.device!r} is not built yet; needed: auto or cpu")
     box, told = probe_machine(), config.offload.machine
-    swap = Path(config.offload.swap[0]) if config.offload.swap else None
+    swap = apart(config.offload.swap)
+    drives = max(1, len({drive_of(path) for path in swap}))
+    box = replace(box, rates={lane: r * (drives if lane in LANES.values() else 1) for lane, r in box.rates.items()})
     if name:
         return read_machine(name, box, swap)
     if told == "auto":
@@ -111,9 +125,9 @@ def wishes_of(config: Config, model_config: dict[str, Any]) -> Wishes:
     """The user's choices and the room on the drives they name."""
     train, offload = config.train, config.offload
     attention = "sdpa" if config.model.attention == "auto" else config.model.attention
-    swap = Path(offload.swap[0]) if offload.swap else None
+    swap = apart(offload.swap)
     output = Path(train.output) if train.output else None
-    same_drive = swap is not None and output is not None and _drive(swap) == _drive(output)
+    together = [drive_of(path) == drive_of(output) for path in swap if output is not None]
     return Wishes(
         batch_size=train.batch_size,
         max_length=config.data.max_length,
@@ -125,45 +139,19 @@ def wishes_of(config: Config, model_config: dict[str, Any]) -> Wishes:
         optimizer=offload.optimizer,
         activations=offload.activations,
         commit=offload.commit,
-        swap=swap is not None,
-        disk_free=_room(swap, swap, output),
-        checkpoint_free=_room(output, swap, output),
-        same_drive=same_drive,
+        swap=bool(swap),
+        disk_free=sum(rooms_of(swap, output)) if swap else None,
+        checkpoint_free=room_at(output, swap, output) if output is not None else None,
+        same_drive=any(together),
         host_memory=offload.host_memory_bytes,
         device_memory=offload.device_memory_bytes,
         score_copies=score_copies(attention, model_config),
         keep=train.keep,
         copies=0,
-        linkable=same_drive and offload.checksum,
+        linkable=bool(together) and all(together) and offload.checksum,
         threads=offload.threads,
         export_item_bytes=4 if config.model.dtype == "float32" else 2,
     )
-
-
-def _room(place: Path | None, swap: Path | None, output: Path | None) -> int | None:
-    """Free bytes where `place` is, with what an earlier run of the same output holds there."""
-    if place is None:
-        return None
-    own = []
-    if output is not None and _drive(place) == _drive(output):
-        own.append(output / "checkpoints")
-    if swap is not None and output is not None and _drive(place) == _drive(swap):
-        own.append(directory_of(swap, owner_name(output)))
-    return disk_free(place) + _held(own)
-
-
-def _held(directories: Sequence[Path]) -> int:
-    """Bytes on disk; a file that has several names counts once."""
-    files = (entry.stat() for directory in directories for entry in directory.rglob("*") if entry.is_file())
-    return sum({(told.st_dev, told.st_ino): told.st_blocks * 512 for told in files}.values())
-
-
-def _drive(place: Path) -> int:
-    """The file system of a path, or of its nearest ancestor that exists."""
-    place = place.absolute()
-    while not place.exists() and place != place.parent:
-        place = place.parent
-    return os.stat(place).st_dev
 
 
 def _changed(machine: Machine, wishes: Wishes, sets: Sequence[str]) -> tuple[Machine, Wishes]:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offloadz.config import config_differences, config_from_tables
-from offloadz.memory.record import FLIP_FILE, Saved, read_saved
+from offloadz.memory.record import FLIP_FILE, Saved, home_of, read_saved
 from offloadz.memory.swapdir import STATE
 from offloadz.model.aside import clean_leftovers, write_text
 from offloadz.model.flips import told_of
@@ -64,8 +64,8 @@ def find_start(config: Config, output: Path, say: Callable[[str], None]) -> Star
 
 def flipped_start(config: Config, output: Path, say: Callable[[str], None]) -> Start | None:
     """The flipped state of this output in a swap path, if it is whole, of this configuration and the newest."""
-    for swap in config.offload.swap:
-        place = directory_of(swap, owner_name(output)) / STATE
+    places = [home_of(directory_of(swap, owner_name(output)) / STATE) for swap in config.offload.swap]
+    for place in dict.fromkeys(places):
         if not (place / FLIP_FILE).exists():
             continue
         try:
@@ -78,6 +78,11 @@ def flipped_start(config: Config, output: Path, say: Callable[[str], None]) -> S
         newest = newest_order(output / "checkpoints")
         if newest > order + 1 or (newest == order + 1 and not _is_of_step(output / "checkpoints", newest, step)):
             continue  # a later run went on without it
+        if saved.absent:
+            raise ConfigError(
+                f"the state on disk in {place}, step {step}, has a share in {saved.absent[0]}, which is not there; "
+                'mount that drive, or set train.resume = "never" (or a checkpoint) to go on without it'
+            )
         try:
             _require_same(config, place, told["extra"], say)
         except ConfigError as error:

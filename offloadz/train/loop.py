@@ -38,7 +38,7 @@ from offloadz.train.begin import Start, alone, check_swap, find_start, is_finish
 from offloadz.train.checkpoint import load_checkpoint, newest_order, save_checkpoint
 from offloadz.train.data import Loader
 from offloadz.train.metrics import SAMPLES, Metrics, plain
-from offloadz.train.offloaded import begun, tell_kept, tell_unlinked
+from offloadz.train.offloaded import begun, tell_kept, tell_swap, tell_unlinked
 from offloadz.train.planning import Task, decided, plan_lines, read_task, task_lines
 from offloadz.train.progress import Display
 from offloadz.train.sampling import Prompts
@@ -112,8 +112,7 @@ def _train(config: Config, console: Console, signals: Signals, stack: ExitStack)
     stack.enter_context(run)
     disk = run.session.room.disk
     if disk is not None:
-        how = "direct" if disk.probe.direct else "buffered, with the page cache dropped"
-        say(f"swap: {disk.path}, I/O by {disk.io_name}, {how}{', every piece checked' if disk.checksum else ''}")
+        tell_swap(disk, say)
     tell_unlinked(run, plan, output, say)
     training = Training(config, run, task, plan, signals, start, console)
     stack.callback(training.close)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 import offloadz
+from offloadz.memory.disk import DiskTier
 from offloadz.memory.swapdir import STATE
 from offloadz.model.flips import cannot_link, shadow_of
 from offloadz.plan.errors import CannotGoOn
@@ -57,6 +58,15 @@ def _offloaded(config: Config, plan: Plan, adopt: Path | None = None) -> Run:
     )  # fmt: skip
 
 
+def tell_swap(disk: DiskTier, say: Callable[[str], None]) -> None:
+    """A line for each swap path: its directory, its share where there are several, and how bytes are moved there."""
+    checked = ", every piece checked" if disk.checksum else ""
+    for files, weight in zip(disk.paths, disk.weights, strict=True):
+        how = "direct" if files.probe.direct else "buffered, with the page cache dropped"
+        share = f"{weight / sum(disk.weights):.0%} of every extent, " if len(disk.paths) > 1 else ""
+        say(f"swap: {files.path}, {share}I/O by {files.io.name}, {how}{checked}")
+
+
 def tell_unlinked(run: Run, plan: Plan, output: Path, say: Callable[[str], None]) -> None:
     """One line where checkpoints were planned as links and the system does not make them."""
     shadow = shadow_of(run)
@@ -71,7 +81,8 @@ def tell_kept(run: Run, say: Callable[[str], None]) -> None:
     shadow = shadow_of(run)
     if shadow is None or not shadow.worth_keeping:
         return
-    state = shadow.path / STATE
+    states = [place / STATE for place in shadow.places]
     step = shadow.flipped["step"] if shadow.flipped else "of the run before"
-    size = sum(path.stat().st_blocks * 512 for path in state.rglob("*") if path.is_file())
-    say(f"state of step {step} stays in {state} ({human(size)}); the same command goes on from there")
+    size = sum(path.stat().st_blocks * 512 for state in states for path in state.rglob("*") if path.is_file())
+    told = " and ".join(map(str, states))
+    say(f"state of step {step} stays in {told} ({human(size)}); the same command goes on from there")

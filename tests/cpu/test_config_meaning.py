@@ -64,7 +64,6 @@ def test_contradictions_are_refused(base: Path, overrides: list[str], words: str
         "model.kernels=liger",
         "train.trace_steps=[3]",
         "offload.device=cuda:0",
-        'offload.swap=["/a", "/b"]',
         "offload.commit=shadow",
         "offload.zero_stage=1",
         "offload.zero_stage=3",

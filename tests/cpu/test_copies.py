@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from offloadz.memory.copies import copy_file
 from offloadz.memory.disk import DiskTier
 from offloadz.memory.host import HostPool
 from offloadz.memory.record import FLIP_FILE, LAYOUT_FILE, Saved, layout_text, read_record, read_saved
@@ -86,8 +87,7 @@ def contents(saved: Saved) -> list[int]:
     """First byte of each extent of saved state, as the files have it."""
     found = []
     for extent, copy in zip(saved.extents, saved.record.choice, strict=True):
-        stem = Path(extent.file).stem
-        with (saved.directory / f"{stem}.{copy}.bin").open("rb") as file:
+        with saved.where(copy_file(extent.file, copy)).open("rb") as file:
             file.seek(extent.offset)
             data = file.read(extent.nbytes)
         assert len(set(data)) == 1
@@ -173,12 +173,13 @@ def test_a_checkpoint_that_was_moved_or_linked_again_keeps_its_copies(tmp_path: 
 
 def killed(it: Bench) -> None:
     """As a kill leaves it: the lock is let go of, nothing is cleaned up."""
-    it.tier._io.close()
-    os.close(it.tier._swap._lock)
-    it.tier._swap._lock = -1
     it.tier._end.detach()
-    for fd in it.tier._fds.values():
-        os.close(fd)
+    for files in it.tier.paths:
+        files.io.close()
+        os.close(files._swap._lock)
+        files._swap._lock = -1
+        for fd in files.fds.values():
+            os.close(fd)
     del it.buffer
     it.pool.close()
 

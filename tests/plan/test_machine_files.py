@@ -69,12 +69,28 @@ def test_the_drive_is_the_one_that_holds_the_swap_path(tmp_path: Path) -> None:
     )
     told = written(tmp_path, text)
     for swap, rate in (("a/swap", 1), ("a/deep/swap", 2), ("b", 3)):
-        found = read_machine(told, BOX, tmp_path / swap)
+        found = read_machine(told, BOX, [tmp_path / swap])
         assert found.drive is not None and found.drive.endurance_bytes == rate * 10**12
         assert found.rates["disk_write"] == rate
-    for elsewhere in (tmp_path / "c", tmp_path / "ab", None):
+    for elsewhere in ([tmp_path / "c"], [tmp_path / "ab"], [tmp_path / "a", tmp_path / "c"], []):
         found = read_machine(told, BOX, elsewhere)
         assert found.drive is None and found.rates["disk_write"] == TYPICAL_RATES["disk_write"]
+
+
+def test_several_drives_count_as_one(tmp_path: Path) -> None:
+    """With three quarters on the fast one and a quarter on the other; two paths on one drive are that drive."""
+    text = "".join(
+        f'[[drive]]\npath = "{tmp_path}/{place}"\nread = "{rate}GB/s"\nwrite = "{rate}GB/s"\nsize = "2TB"\n'
+        f'endurance = "{life}TB"\n'
+        for place, rate, life in (("a", 3, 300), ("b", 1, 200))
+    )
+    told = written(tmp_path, text)
+    found = read_machine(told, BOX, [tmp_path / "a/swap", tmp_path / "b/swap"])
+    assert found.rates["disk_read"] == found.rates["disk_write"] == 4e9
+    assert found.drive is not None and found.drive.size_bytes == 4 * 10**12
+    assert found.drive.endurance_bytes == 400 * 10**12  # the fast one is worn first
+    found = read_machine(told, BOX, [tmp_path / "a/1", tmp_path / "a/2"])
+    assert found.rates["disk_read"] == 3e9 and found.drive is not None and found.drive.size_bytes == 2 * 10**12
 
 
 def test_a_drive_of_the_catalogue_takes_figures_of_the_file_before_its_own(tmp_path: Path) -> None:
