@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -39,6 +40,8 @@ from offloadz.memory.stripes import path_of
 from offloadz.memory.swapdir import STATE
 from offloadz.memory.tier import Extent
 from offloadz.plan.errors import CannotGoOn, DamagedState, DiskFailed
+
+log = logging.getLogger("offloadz")
 
 _PUNCH_HOLE, _KEEP_SIZE = 2, 1
 
@@ -65,6 +68,10 @@ class Shadow:
         self.keeps = False
         """Whether a run of the same owner would go on from here: then state newer than any checkpoint outlives it."""
         self.worth_keeping = self.in_place
+        self.lost = ""
+        """A file of the state that somebody removed under the run."""
+        self.told = ""
+        """Why the last checkpoint could not be links, as far as it was said."""
 
     @property
     def in_place(self) -> bool:
@@ -88,19 +95,39 @@ class Shadow:
     def flip(self, note: dict[str, Any]) -> None:
         """Make what is newest the valid state, with `note` (JSON) beside it; see [Note: a flip].
 
-        Raises DiskFailed; the state of the last flip is then still valid.
+        Where somebody has removed files of the state under the run, a record would promise what is gone: the run goes
+        on with the files it holds open, and says so once.  Raises DiskFailed; the state of the last flip is then still
+        valid, if it is there.
         """
         file = ""
         try:
             for file in sorted(self.copies.unflipped):
                 os.fdatasync(self._fds[file])
-            file = f"{STATE}/{FLIP_FILE}"
-            data = record_bytes(note, self.copies.choice(), self.copies.tables(), self.copies.pins)
-            put_record(self.path / file, data)
+            if not self._is_lost():
+                file = f"{STATE}/{FLIP_FILE}"
+                data = record_bytes(note, self.copies.choice(), self.copies.tables(), self.copies.pins)
+                put_record(self.path / file, data)
         except OSError as error:
-            raise _failed(error, "flush", self.where(file)) from error
+            valid = not self._is_lost() and (self.path / STATE / FLIP_FILE).exists()
+            raise _failed(error, "flush", self.where(file), valid) from error
         self.copies.flip()
         self.flipped, self.worth_keeping = note, self.keeps
+
+    def _is_lost(self) -> bool:
+        """Whether a file of the state is not under its name any more; said once."""
+        if not self.lost:
+            self.lost = str(next((path for path, fd in self._held_open() if not _is_named(path, fd)), ""))
+            if self.lost:
+                self.distrust()
+                log.warning(
+                    "%s was removed or replaced under the run: it goes on with the files it holds open, but a kill now "
+                    "costs what was done since the last checkpoint, and checkpoints are written out",
+                    self.lost,
+                )
+        return bool(self.lost)
+
+    def _held_open(self) -> list[tuple[Path, int]]:
+        return [(self.where(name), self._fds[name]) for name in self._names() if name in self._fds]
 
     def secured(self) -> None:
         """A checkpoint holds all that the last flip does: the state need not outlive the run."""
@@ -115,9 +142,13 @@ class Shadow:
     def can_link(self, target: Path, going: tuple[Path, ...] = ()) -> str:
         """Empty if a checkpoint at `target` may be links, else why not; `going` are removed once it is there."""
         self.release_gone()
+        if self._is_lost():
+            return f"{self.lost} was removed or replaced under the run"
         held = sum(path.absolute() in self.copies.pins for path in {*going, target})
         if not self.copies.can_pin(held):
-            return f"{len(self.copies.pins)} checkpoints hold copies and {self.copies.num} exist"
+            moved = [str(path) for path in self.copies.pins if not (path / TABLES_FILE).exists()]
+            told = f" ({' and '.join(moved)} was moved, and holds one until it is deleted)" if moved else ""
+            return f"{len(self.copies.pins)} checkpoints hold copies and {self.copies.num} exist{told}"
         return next(filter(None, (_cannot_link(place, target) for place in self.places)), "")
 
     def link_into(self, directory: Path) -> list[str]:
@@ -131,7 +162,7 @@ class Shadow:
             data = record_bytes({}, self.copies.choice(), self.copies.tables())
             put_record(directory / TABLES_FILE, data)
         except OSError as error:
-            raise _failed(error, "link the state", directory) from error
+            raise _failed(error, "link the state", directory, not self._is_lost()) from error
         return names
 
     def pin(self, directory: Path) -> None:
@@ -146,10 +177,13 @@ class Shadow:
             for path in gone:
                 del self.copies.pins[path]
 
+    def _names(self) -> list[str]:
+        """Of all files of the state, in all copies."""
+        files = sorted({extent.file for extent in self.copies.extents})
+        return [copy_file(file, c) for file in files for c in range(self.copies.num)]
+
     def _state_files(self) -> list[Path]:
-        files = {e.file for e in self.copies.extents}
-        names = [copy_file(file, c) for file in files for c in range(self.copies.num)]
-        return [self.where(name) for name in names if self.where(name).exists()]
+        return [self.where(name) for name in self._names() if self.where(name).exists()]
 
     # ---- going on ----------------------------------------------------------------------------------------------
 
@@ -271,8 +305,16 @@ def _cannot_link(place: Path, target: Path) -> str:
     return ""
 
 
-def _failed(error: OSError, operation: str, path: Path) -> DiskFailed:
+def _is_named(path: Path, fd: int) -> bool:
+    """Whether a path still names an open file."""
+    told = os.fstat(fd)
+    try:
+        return is_file(path, told.st_ino, told.st_dev)
+    except OSError:
+        return False
+
+
+def _failed(error: OSError, operation: str, path: Path, valid: bool) -> DiskFailed:
     number = error.errno or errno.EIO
-    return DiskFailed(
-        number, f"{operation} of {path} failed: {os.strerror(number)}; the state of the last flip is still valid"
-    )
+    left = "the state of the last flip is still valid" if valid else "go back to the last checkpoint"
+    return DiskFailed(number, f"{operation} of {path} failed: {os.strerror(number)}; {left}")

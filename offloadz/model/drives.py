@@ -86,7 +86,8 @@ class Drives:
         """Bytes for the shares of each path, less one extent that is not cut: it may overrun a share."""
         output = Path(self.output) if self.output else None
         beside = [output is not None and drive_of(path) == drive_of(output) for path in paths]
-        saved = plan.peak["checkpoint"] // max(1, sum(beside))
+        counted = plan.limits["checkpoint"] is not None  # else nobody said that there will be any
+        saved = plan.peak["checkpoint"] * counted // max(1, sum(beside))
         rooms = rooms_of(paths, output)
         return [max(0, room - saved * kept - SMALL_BYTES) for room, kept in zip(rooms, beside, strict=True)]
 

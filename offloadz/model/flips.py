@@ -23,9 +23,9 @@ from offloadz.memory.shadow import Shadow
 from offloadz.model.aside import appearing, flush, require_room, write_text
 from offloadz.model.export import RunStock
 from offloadz.model.linked import layout_of
-from offloadz.model.manifest import BUFFERS, MODEL, decode, encode, write_manifest
+from offloadz.model.manifest import BUFFERS, MANIFEST, MODEL, decode, encode, write_manifest
 from offloadz.model.told import moving_of, static_of, write_buffers
-from offloadz.plan.errors import CannotGoOn
+from offloadz.plan.errors import CannotGoOn, ConfigError
 from offloadz.plan.footprint import EXTRA_ROOM_BYTES
 from offloadz.plan.spec import ModelSpec
 
@@ -142,7 +142,10 @@ def files_of(saved: Saved) -> set[str]:
 
 
 def adoptable(directory: Path, spec: ModelSpec, copies: int) -> Saved:
-    """State to take over as it lies; CannotGoOn says why it cannot be."""
+    """State to take over as it lies; CannotGoOn says why it cannot be, ConfigError that there is none."""
+    if not (directory / LAYOUT_FILE).is_file():
+        hint = "a written out checkpoint is read with run.load" if (directory / MANIFEST).is_file() else "found none"
+        raise ConfigError(f"adopt = {directory}: needed is a linked checkpoint, or state/ of a swap directory; {hint}")
     saved, wanted = read_saved(directory), layout_of(spec)
     if copies < 2:
         raise CannotGoOn("this run does not keep parameters and optimizer state on disk in copies")

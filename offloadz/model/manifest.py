@@ -57,7 +57,9 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     """The list of a checkpoint, checked against its own checksum; DamagedState says what is wrong with it."""
     path = directory / MANIFEST
     if not path.is_file():
-        raise DamagedState(f"{directory} is no finished checkpoint: it has no {MANIFEST}")
+        inside = [p.parent for top in ("checkpoints/", "") for p in sorted(directory.glob(f"{top}step-*/{MANIFEST}"))]
+        hint = f"; in it are {', '.join(map(str, inside))}: give one of these" if inside else ""
+        raise DamagedState(f"{directory} is no finished checkpoint: it has no {MANIFEST}{hint}")
     try:
         body = json.loads(path.read_text(encoding="utf-8"))
         stated = body.pop("checksum")

@@ -171,6 +171,13 @@ def _settled(plan: Plan | None, spec: ModelSpec, wishes: Wishes) -> Plan:
         if plan.recipe != spec.recipe.state:
             raise ConfigError(f"offload: state = {spec.recipe.state!r} beside a plan that says {plan.recipe!r}")
     plan = plan or decide(spec, probe_machine(), wishes)
+    where = plan.placement
+    if wishes.copies > 1 and not where.flips:
+        raise ConfigError(
+            f"copies = {wishes.copies} is of parameters and optimizer state that are both on disk, with commit = 'hold'"
+            f"; found parameters on {where.parameters}, optimizer state on {where.optimizer}, commit {where.commit}; "
+            "set parameters and optimizer_state to 'disk', or leave copies out"
+        )
     if not plan.fits:
         raise DoesNotFit(plan.refusal())
     return plan
@@ -180,6 +187,7 @@ def _check_agrees(plan: Plan, wishes: Wishes) -> None:
     told = {kind: (getattr(wishes, kind), getattr(plan.placement, kind)) for kind in KINDS}
     told |= {"slots": (wishes.slots or plan.slots, plan.slots), "sweeps": (wishes.sweeps or plan.sweeps, plan.sweeps)}
     told["commit"] = (wishes.commit, plan.commit)
+    told["copies"] = (wishes.copies if wishes.copies > 1 else plan.placement.copies, plan.placement.copies)
     for name, (wished, planned) in told.items():
         if wished not in ("auto", planned):
             raise ConfigError(f"offload: {name} = {wished!r} beside a plan that says {planned!r}; give one of the two")

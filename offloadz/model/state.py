@@ -54,11 +54,14 @@ def save_state(
     if target.exists() and any(target.iterdir()) and not (target / MANIFEST).is_file():
         raise ConfigError(f"{target} exists and is no checkpoint; choose another directory")
     extra = dict(extra or {})
-    if not portable and flips.shadow_of(run) is not None:
+    shadow = flips.shadow_of(run)
+    if not portable and shadow is not None:
         reason = flips.cannot_link(run, target, going)
         if not reason:
             return flips.save_linked(target, run, extra, order)
-        log.warning("%s is written out as safetensors instead of linked: %s", target, reason)
+        if reason != shadow.told:
+            log.warning("from %s on written out as safetensors instead of linked: %s", target, reason)
+        shadow.told = reason
     stock = RunStock(run)
     weights, moments = _planned(stock)
     buffers = stock.buffers()
@@ -160,6 +163,8 @@ def _require_match(path: Path, stock: RunStock, weights: Tensors, moments: Tenso
         ],
     }
     problems = [f"{what}: {', '.join(names[:20])}" for what, names in lists.items() if names]
+    if lists["misshapen"] and all(found[name][1:] == wanted[name][1:] for name in wanted if name in found):
+        problems.append("where only lengths of tables differ it is model.add_tokens, which cannot: put it back")
     if problems:
         raise ConfigError(f"the checkpoint {path} is of another model or other frozen weights; {'; '.join(problems)}")
 

@@ -15,12 +15,13 @@ import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offloadz.config import config_differences, config_from_tables
 from offloadz.memory.record import FLIP_FILE, Saved, home_of, read_saved
-from offloadz.memory.swapdir import STATE
+from offloadz.memory.swapdir import STATE, leftovers
 from offloadz.model.aside import clean_leftovers, write_text
 from offloadz.model.flips import told_of
 from offloadz.model.manifest import read_manifest, verify
@@ -59,7 +60,27 @@ def find_start(config: Config, output: Path, say: Callable[[str], None]) -> Star
         start = flipped_start(config, output, say)
         if start is not None:
             return start
-    return checkpoint_start(config, output, say)
+    start = checkpoint_start(config, output, say)
+    for line in moved_lines(config, start.step if start else 0) if config.train.resume == "auto" else ():
+        say(f"resume: {line}")
+    return start
+
+
+def moved_lines(config: Config, step: int) -> Iterator[str]:
+    """A line for newer state of such a run whose output is not where it was: it may be this one, moved after a kill."""
+    for left in chain.from_iterable(leftovers(swap) for swap in config.offload.swap if Path(swap).is_dir()):
+        if not (left.path / STATE / FLIP_FILE).exists() or Path(left.owner).exists():
+            continue
+        try:
+            note = read_saved(left.path / STATE).record.note
+            old = config_from_tables(tomllib.loads(note["extra"]["config"]))
+        except (DamagedState, OSError, KeyError, TypeError, ValueError):
+            continue
+        if note["step"] > step and not config_differences(old, config):
+            yield (
+                f"{left.path} holds the state of step {note['step']} of such a run in {left.owner}, which is not there "
+                "any more; if that is this run, end it, move its directory back and start it there to lose no step"
+            )
 
 
 def flipped_start(config: Config, output: Path, say: Callable[[str], None]) -> Start | None:

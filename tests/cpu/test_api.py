@@ -424,8 +424,8 @@ def test_wrong_calls_are_refused_with_what_to_change(swap: Path) -> None:
             offloadz.offload(tiny("llama"), swap=swap, copies=copies)
     with pytest.raises(offloadz.ConfigError, match="swap"):
         offloadz.offload(tiny("llama"), parameters="disk")
-    with pytest.raises(offloadz.ConfigError, match="striping"):
-        offloadz.offload(tiny("llama"), swap=[swap, swap / "other"])
+    with pytest.raises(offloadz.ConfigError, match="name each once"):
+        offloadz.offload(tiny("llama"), swap=[swap, swap / "other" / ".."])
     with pytest.raises(offloadz.ConfigError, match="nothing to train"):
         offloadz.offload(tiny("llama"), swap=swap, freeze=["*"])
     with pytest.raises(offloadz.ConfigError, match="blocks"):
