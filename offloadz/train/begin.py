@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offloadz.config import config_differences, config_from_tables
-from offloadz.memory.record import FLIP_FILE, Saved, home_of, read_saved
+from offloadz.memory.record import FLIP_FILE, Saved, home_of, make_directories, read_saved
 from offloadz.memory.swapdir import STATE, leftovers
 from offloadz.model.aside import clean_leftovers, write_text
 from offloadz.model.flips import told_of
@@ -231,7 +231,7 @@ def alone(output: Path) -> Iterator[None]:
     """The run directory, made if need be, under a lock that dies with this process; gone if nothing came into it."""
     was_there = output.exists()
     try:
-        output.mkdir(parents=True, exist_ok=True)
+        make_directories(output)
         lock = os.open(output, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
         raise ConfigError(f"train.output = {output}: {error.strerror}; name a directory you may write") from error

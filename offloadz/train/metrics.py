@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from offloadz.memory.record import flush_directory
 from offloadz.plan.errors import DiskFailed
 
 METRICS = "metrics.jsonl"
@@ -39,6 +40,7 @@ class Metrics:
         self.last_step, self.num_cut = _cut(self.path, step, {"eval_loss": evaluated_step, SAMPLES: sampled_step})
         try:
             fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+            flush_directory(directory)  # lines on the drive are nothing without the name
         except OSError as error:
             raise _failed(error, self.path) from error
         self._file = open(fd, "w", encoding="utf-8")  # noqa: SIM115  closed in `close`
