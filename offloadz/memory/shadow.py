@@ -290,7 +290,8 @@ def make_durable(paths: Iterable[Path]) -> None:
 
 def _cannot_link(place: Path, target: Path) -> str:
     """Why a checkpoint at `target` cannot be links to files in `place`, found by trying; empty if it can."""
-    probe, other = place / "link.bin", target.parent / f"{target.name}.link-{os.getpid()}"
+    # Not the name of a checkpoint: a kill in here leaves it, and it would be taken for one that is not whole.
+    probe, other = place / "link.bin", target.parent / f".link-{os.getpid()}"
     try:
         make_directories(target.parent)
         probe.touch(mode=0o600)

@@ -251,3 +251,15 @@ def test_an_extent_on_one_path_is_its_share(tmp_path: Path) -> None:
     tier = opened(tmp_path, weights=(1000,))
     assert tier.reserve("state", "weights/a", LARGE) == Extent("state/weights.bin", 0, LARGE, "weights/a")
     tier.close()
+
+
+def test_a_kill_in_the_look_for_links_leaves_no_checkpoint(
+    tmp_path: Path, buffer: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its name must not be taken for a checkpoint that is not whole, or the next start would be refused."""
+    real, made = os.link, []
+    monkeypatch.setattr(os, "link", lambda source, target: (real(source, target), made.append(Path(target))))
+    it = Bench(tmp_path / "a", tmp_path / "b", buffer)
+    assert it.shadow.can_link(tmp_path / "out" / "step-000000") == ""
+    it.tier.close()
+    assert len(made) == 2 and not any(path.match("step-*") for path in made)
