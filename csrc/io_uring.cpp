@@ -5,6 +5,10 @@
 // plain calls: what the kernel has not taken is taken back, what it has is waited for, and from then on this back end
 // is a team of threads.  A request that failed or fell short is finished by plain calls too, so both back ends resume
 // and report alike.
+//
+// [Note: the end of a read] Of what a read has left, at most half is under way.  A drive behind a hypervisor may answer
+// only once its queue is empty, so everything under way comes at once; the sums of such a batch run beside the next
+// one, and the last, with nothing beside it, is one request instead of a whole queue.
 #include "io_work.h"
 #include "pool.h"
 #include "ring.h"
@@ -48,8 +52,7 @@ public:
       } else if (!num_moved_) {
         ring_.wait_outside();
       }
-      reap();
-      if (num_moved_) finish(moved_[--num_moved_]);
+      if (!reap() && num_moved_) finish(moved_[--num_moved_]); // the drive is given more before anything is summed
     }
   }
 
@@ -58,7 +61,15 @@ public:
   int error() const { return error_; }
 
 private:
-  bool wants_more() const { return stage_ == kNone && !work_.fault.kind && num_flying_ < depth_ && num_free_; }
+  bool wants_more() const {
+    return stage_ == kNone && !work_.fault.kind && num_flying_ < depth_ && num_free_ && (!num_flying_ || !ends_soon());
+  }
+
+  // See [Note: the end of a read].
+  bool ends_soon() const {
+    const Transfer &t = work_.transfer;
+    return t.table && !t.write && (num_flying_ + 2) * work_.request_bytes > work_.end() - at_;
+  }
 
   // Queues requests; whether there is room for more.
   bool fill() {
@@ -103,9 +114,11 @@ private:
       ring_.wait_outside();
   }
 
-  void reap() {
+  // Whether anything came.
+  bool reap() {
     Completion done;
-    while (ring_.reap(done)) {
+    bool came = false;
+    for (; ring_.reap(done); came = true) {
       const Request &request = slots_[done.tag];
       int64_t moved = done.result > 0 ? done.result : 0;
       int error = done.result < 0 ? -done.result : 0;
@@ -116,6 +129,7 @@ private:
         moved_[num_moved_++] = int(done.tag);
       }
     }
+    return came;
   }
 
   // Ends a request by plain calls.

@@ -9,7 +9,8 @@
 //   no_call      io_uring_enter is refused with ENOSYS, from the call after $RING_AFTER on
 //   no_wait      io_uring_enter takes requests and refuses to wait for them
 //   no_register  io_uring_register is refused with ENOMEM
-// The environment is read at every call, so a test may switch modes as it goes.
+// The environment is read at every call, so a test may switch modes as it goes.  `ring_flying()` is how many requests
+// were under way when the last one was handed in, itself included.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -19,14 +20,15 @@
 #include <string.h>
 #include <sys/mman.h>
 
-enum { RINGS = 1024, SQE_BYTES = 64 };
+enum { RINGS = 1024, SQE_BYTES = 64, TAIL_AT = 84 }; // where io_uring_params says where the count of completions lies
 static struct {
-  unsigned char *requests;
-  unsigned entries, taken;
+  unsigned char *requests, *queues;
+  unsigned entries, taken, done_at;
 } rings[RINGS];
-static long spoiled, calls;
+static long spoiled, calls, flying;
 
 long ring_spoiled(void) { return spoiled; }
+long ring_flying(void) { return flying; }
 void ring_reset(void) { spoiled = calls = 0; }
 
 static int mode_is(const char *name) {
@@ -44,6 +46,7 @@ void *mmap(void *at, size_t count, int rights, int flags, int fd, off_t offset) 
   static void *(*real)(void *, size_t, int, int, int, off_t);
   if (!real) *(void **)&real = dlsym(RTLD_NEXT, "mmap");
   void *area = real(at, count, rights, flags, fd, offset);
+  if (offset == 0 && fd >= 0 && fd < RINGS) rings[fd].queues = area;
   if (offset == 0x10000000 && fd >= 0 && fd < RINGS && area != MAP_FAILED) {
     rings[fd].requests = area;
     rings[fd].entries = count / SQE_BYTES;
@@ -68,6 +71,11 @@ static void spoil(int fd, unsigned count) {
   }
 }
 
+static void count(int fd, unsigned queued) {
+  unsigned done = __atomic_load_n((unsigned *)(rings[fd].queues + rings[fd].done_at), __ATOMIC_ACQUIRE);
+  if (queued) flying = rings[fd].taken + queued - done;
+}
+
 long syscall(long number, ...) {
   static long (*real)(long, ...);
   if (!real) *(void **)&real = dlsym(RTLD_NEXT, "syscall");
@@ -79,7 +87,11 @@ long syscall(long number, ...) {
   va_end(list);
   if (number == 425 && mode_is("no_ring")) return refuse(EPERM);
   if (number == 427 && mode_is("no_register")) return refuse(ENOMEM);
-  if (number != 426) return real(number, a[0], a[1], a[2], a[3], a[4], a[5]);
+  if (number != 426) {
+    long got = real(number, a[0], a[1], a[2], a[3], a[4], a[5]);
+    if (number == 425 && got >= 0 && got < RINGS) rings[got].done_at = *(unsigned *)(a[1] + TAIL_AT);
+    return got;
+  }
   long call = __sync_fetch_and_add(&calls, 1);
   const char *after = getenv("RING_AFTER");
   if (mode_is("no_call") && call >= (after ? atol(after) : 0)) return refuse(ENOSYS);
@@ -89,6 +101,7 @@ long syscall(long number, ...) {
     a[2] = a[3] = 0;
   }
   spoil((int)a[0], (unsigned)a[1]);
+  count((int)a[0], (unsigned)a[1]);
   long got = real(number, a[0], a[1], a[2], a[3], a[4], a[5]);
   if (got > 0) rings[a[0]].taken += (unsigned)got;
   return got;

@@ -105,6 +105,7 @@ def bad_rings(directory: Path) -> dict[str, Any]:
         bench.tier.close()
     with bad_ring("no_ring"):
         found["choice"] = choices(directory)
+    found["flying"] = flying_at_last(directory)
     found["left"] = os.listdir(directory)
     return found
 
@@ -128,6 +129,17 @@ def two_callers(bench: Bench) -> dict[str, Any]:
             if bench.transfer.name != "io_uring":
                 break
     return {"equal": equal}
+
+
+def flying_at_last(directory: Path) -> int:
+    """How many requests of the longest extent's read were under way with its last one."""
+    bench = Bench(directory)
+    bench.round_trip(0)
+    with bad_ring("") as library:
+        bench.tier.read(bench.extents[-1], bench.buffer)
+        flying = library.ring_flying()
+    bench.tier.close()
+    return int(flying)
 
 
 def choices(directory: Path) -> dict[str, str]:
@@ -169,6 +181,10 @@ def test_a_ring_refused_at_the_start_is_dropped_with_its_reason(found: Any) -> N
     assert told["threads"] == "threads"
     assert 'offload.io = "io_uring" does not work' in told["io_uring"] and "EPERM 1" in told["io_uring"]
     assert found["left"] == []
+
+
+def test_the_last_request_of_a_checked_read_goes_alone(found: Any) -> None:
+    assert found["flying"] == 1  # sums of others under way with it would have nothing to run beside
 
 
 def forbid(*numbers: int) -> None:
