@@ -4,16 +4,17 @@
 
 Each round runs every arm once for reads, for writes over old bytes and for both at once: the product's tier by each
 back end (checksums on, and off for what they cost), and fio with patterns of requests from 1 to 8 MiB, depths 4 to 32,
-three of its ways to ask, on huge pages and on small ones.  All numbers of the product go through `DiskTier`: extents of
+three of its ways to ask, on huge pages and on small ones; and DeepSpeed's async I/O, where it is installed, by three of
+its settings.  All numbers of the product go through `DiskTier`: extents of
 `--extent` MiB one after the other, by one caller for reads or writes, by one for each when both are at once.
 
 `read_vs_fio`, `write_vs_fio`, `mixed_vs_fio`: median of the back end that `auto` takes here, with checksums, over the
-highest median of any fio pattern.  `read_vs_deepspeed`, `write_vs_deepspeed`: over DeepSpeed's async I/O with its
-pinned buffer, best of its settings; null where it is not installed.  `checksum_cost`: the share of the read rate that
+highest median of any fio pattern.  `read_vs_deepspeed`, `write_vs_deepspeed`: over DeepSpeed's, likewise;
+null where it does not run.  `checksum_cost`: the share of the read rate that
 checksums take.  `round_trip_vs_slowest`: blocks of AdamW state read, updated and written back through three slots, as a
 step does it, over the longer of its disk time and its update time alone.
 
-DIR needs room for about five times `--size` (GiB).
+DIR needs room for about six times `--size` (GiB).
 """
 
 from __future__ import annotations
@@ -126,38 +127,74 @@ def fio_rate(file: Path, pattern: tuple[str, int, int, bool], operation: str, si
 
 
 DEEPSPEED = """
-import json, os, sys, time
+import os, sys, time
+answers = os.fdopen(os.dup(1), "w", buffering=1)
+os.dup2(2, 1)  # what its building and loading print is no answer
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import torch
 from deepspeed.accelerator import get_accelerator
 aio = get_accelerator().create_op_builder("AsyncIOBuilder").load()
-file, size, rounds = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-settings = [(1 << 20, 32, False, True, 1), (8 << 20, 32, False, True, 1), (4 << 20, 16, False, True, 2)]
-ways = [aio.aio_handle(*setting) for setting in settings]
-data = ways[0].new_cpu_locked_tensor(size, torch.empty(0, dtype=torch.uint8)); data.fill_(3)
-found = {"write": [[] for _ in ways], "read": [[] for _ in ways]}
-for turn in range(rounds + 1):
-    for operation in found:
-        for i, way in enumerate(ways):
-            begin = time.perf_counter()
-            way.sync_pwrite(data, file, 0) if operation == "write" else way.sync_pread(data, file, 0)
-            if turn:
-                found[operation][i].append(size / (time.perf_counter() - begin) / 1e9)
-print(json.dumps(found))
+file, size, settings = sys.argv[1], int(sys.argv[2]), eval(sys.argv[3])
+ways = [aio.aio_handle(request << 20, depth, False, True, threads) for request, depth, threads in settings]
+data = ways[0].new_cpu_locked_tensor(size, torch.empty(0, dtype=torch.uint8)).fill_(3)
+ways[0].sync_pwrite(data, file, 0)
+print("ready", file=answers)
+for line in sys.stdin:
+    operation, i = line.split()
+    move = ways[int(i)].sync_pwrite if operation == "write" else ways[int(i)].sync_pread
+    begin = time.perf_counter()
+    move(data, file, 0)
+    print(time.perf_counter() - begin, file=answers)
 """
 
 
-def deepspeed_rates(folder: Path, size_bytes: int, rounds: int) -> dict[str, float]:
-    """GB/s of DeepSpeed's best setting for reads and writes, in a process of its own; empty where it is missing."""
-    if importlib.util.find_spec("deepspeed") is None:
-        return {}
-    command = [sys.executable, "-c", DEEPSPEED, str(folder / "deepspeed.dat"), str(size_bytes), str(rounds)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        print(f"DeepSpeed's async I/O does not run here: {done.stderr.strip().splitlines()[-1]}", file=sys.stderr)
-        return {}
-    found = json.loads(done.stdout.splitlines()[-1])
-    return {operation: max(median(rates) for rates in arms) for operation, arms in found.items()}
+class DeepSpeed:
+    """DeepSpeed's async I/O with a pinned buffer, in a process of its own that moves a file when it is told to."""
+
+    SETTINGS = ((1, 32, 1), (8, 32, 1), (4, 16, 2))  # MiB a request, depth, threads
+
+    def __init__(self, file: Path, size_bytes: int) -> None:
+        command = [sys.executable, "-c", DEEPSPEED, str(file), str(size_bytes), str(self.SETTINGS)]
+        self.size_bytes = size_bytes
+        with tempfile.TemporaryFile("w+") as noise:  # not a pipe: it would fill
+            pipe = subprocess.PIPE
+            self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=noise, text=True, bufsize=1)
+            assert self.process.stdin and self.process.stdout
+            self.told, self.heard = self.process.stdin, self.process.stdout
+            if self.heard.readline() != "ready\n":
+                noise.seek(0)
+                raise RuntimeError(noise.read().strip().rpartition("\n")[2])
+
+    def rate(self, setting: int, operation: str) -> float:
+        """GB/s of one pass over the file."""
+        self.told.write(f"{operation} {setting}\n")
+        return self.size_bytes / float(self.heard.readline()) / 1e9
+
+    def arms(self, operation: str) -> list[tuple[str, Callable[[], float]]]:
+        """A name and a run for each of the settings; it has none for both at once."""
+        return [
+            (f"deepspeed {request}M qd{depth} x{threads}", lambda i=i: self.rate(i, operation))  # type: ignore[misc]
+            for i, (request, depth, threads) in enumerate(self.SETTINGS)
+            if operation != "mixed"
+        ]
+
+
+@contextlib.contextmanager
+def deepspeed(file: Path, size_bytes: int) -> Iterator[DeepSpeed | None]:
+    """DeepSpeed under way (which builds its library at the first use: minutes); None where it does not run."""
+    found = None
+    if importlib.util.find_spec("deepspeed") is not None:
+        try:
+            found = DeepSpeed(file, size_bytes)
+        except RuntimeError as error:
+            print(f"DeepSpeed's async I/O does not run here: {error}", file=sys.stderr)
+    try:
+        yield found
+    finally:
+        if found:
+            found.told.close()
+            found.process.wait()
+        file.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -264,7 +301,10 @@ def measure(path: Path, size_bytes: int, extent_bytes: int, rounds: int, quick: 
     rates: Rates = defaultdict(list)
     patterns = (QUICK_PATTERNS if quick else PATTERNS) if shutil.which("fio") else ()
     file = path / "fio.dat"
-    with products(path, size_bytes, extent_bytes) as (made, auto):
+    with (
+        products(path, size_bytes, extent_bytes) as (made, auto),
+        deepspeed(path / "deepspeed.dat", size_bytes) as peer,
+    ):
         if patterns:
             fio_rate(file, PATTERNS[0], "write", size_bytes)
         for turn in range(rounds):
@@ -277,35 +317,33 @@ def measure(path: Path, size_bytes: int, extent_bytes: int, rounds: int, quick: 
                     (fio_name(p), lambda p=p, o=operation: fio_rate(file, p, o, size_bytes))  # type: ignore[misc]
                     for p in patterns
                 ]
+                arms += peer.arms(operation) if peer else []
                 for i in range(len(arms)):  # another arm is first each round
                     name, run = arms[(i + turn) % len(arms)]
                     rates[name, operation].append(run())
         fresh = {name: product.fresh_rate for name, product in made.items()}
         fallen = {name: product.tier.io_name for name, product in made.items()}
     file.unlink(missing_ok=True)
-    trip = RoundTrip(path, max(3, size_bytes // extent_bytes), extent_bytes).measure(max(1, rounds // 2))
-    return _result(rates, auto, fresh, fallen, trip, deepspeed_rates(path, size_bytes, rounds))
+    trip = RoundTrip(path, max(3, size_bytes // extent_bytes), extent_bytes).measure(rounds)
+    return _result(rates, auto, fresh, fallen, trip)
 
 
 def _result(
-    rates: Rates, auto: str, fresh: dict[str, float], fallen: dict[str, str], trip: dict[str, float],
-    deepspeed: dict[str, float],
-) -> dict[str, Any]:  # fmt: skip
+    rates: Rates, auto: str, fresh: dict[str, float], fallen: dict[str, str], trip: dict[str, float]
+) -> dict[str, Any]:
     medians = {f"{name}, {operation}": median(found) for (name, operation), found in rates.items()}
     ratios: dict[str, float | None] = {}
-    for operation in OPERATIONS:
-        fio = [median(found) for (name, o), found in rates.items() if o == operation and name.startswith("fio")]
-        ratios[f"{operation}_vs_fio"] = medians[f"{auto}, {operation}"] / max(fio) if fio else None
-    for operation in ("read", "write"):
-        other = deepspeed.get(operation)
-        ratios[f"{operation}_vs_deepspeed"] = medians[f"{auto}, {operation}"] / other if other else None
+    for peer, operations in (("fio", OPERATIONS), ("deepspeed", ("read", "write"))):
+        for operation in operations:
+            others = [median(found) for (name, o), found in rates.items() if o == operation and name.startswith(peer)]
+            ratios[f"{operation}_vs_{peer}"] = medians[f"{auto}, {operation}"] / max(others) if others else None
     pairs = zip(rates[auto, "read"], rates["unchecked", "read"], strict=True)
     ratios["checksum_cost"] = 1 - median(checked / unchecked for checked, unchecked in pairs)
     ratios["round_trip_vs_slowest"] = trip["vs_slowest"]
     spread = {f"{name}, {operation}": [min(found), max(found)] for (name, operation), found in rates.items()}
     return {
         "ratios": ratios, "auto": auto, "back_ends": fallen, "gb_per_s": medians, "least_and_most": spread,
-        "fresh_write_gb_per_s": fresh, "round_trip": trip, "deepspeed_gb_per_s": deepspeed,
+        "fresh_write_gb_per_s": fresh, "round_trip": trip,
     }  # fmt: skip
 
 
@@ -314,7 +352,8 @@ def told(found: dict[str, Any]) -> str:
     lines = [f"{name:<24}{'-' if value is None else f'{value:8.3f}'}" for name, value in found["ratios"].items()]
     lines += [f"auto takes {found['auto']}; GB/s, medians:"]
     for name in dict.fromkeys(key.rpartition(", ")[0] for key in found["gb_per_s"]):
-        row = "".join(f"{found['gb_per_s'][f'{name}, {operation}']:9.2f}" for operation in OPERATIONS)
+        moved = [found["gb_per_s"].get(f"{name}, {operation}") for operation in OPERATIONS]
+        row = "".join(f"{'-':>9}" if rate is None else f"{rate:9.2f}" for rate in moved)
         fresh = found["fresh_write_gb_per_s"].get(name)
         lines.append(f"  {name:<24}{row}" + (f"   first write {fresh:.2f}" if fresh else ""))
     trip = found["round_trip"]
