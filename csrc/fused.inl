@@ -2,9 +2,10 @@
 // which does what is left.  Included by update.inl, for AVX-512 and AVX2 only.
 //
 // A compiler's own loops over the formats run at 0.8 to 1.1 of the speed of float32 moments: bytes cost them more
-// instructions than the memory saves.  Rounded moments go through the first cache in three short sweeps a block: one
-// long loop would be a chain of some 80 cycles for each vector, of which a processor can only keep two or three under
-// way.
+// instructions than the memory saves.  Rounded moments go through the first cache in two sweeps a block: `take_in`
+// brings the moments up to date and forms the roots, `finish` divides, draws random bits and stores.  One long loop
+// would be a chain of some 80 cycles for each vector, of which a processor can only keep two or three under way.  The
+// next block is taken in before a block is finished: the scale is a long chain too.
 //
 // A NaN needs no care here: with bfloat16 gradients the low half of every NaN is zero, so no rounding can carry it
 // away.
@@ -13,14 +14,15 @@
 
 constexpr int kSteps = kQuant / kLanes;
 
-struct Vectors { // of one block, in pairs of an even and an odd one
-  Floats m[kSteps], v[kSteps];
-  Words random[kSteps];
+struct Moments { // of one block, in pairs of an even and an odd vector
+  Floats m[kSteps], v[kSteps], divisor[kSteps];
+  float scale[2] = {};
 };
 
-static inline Words random_words(const UpdateArgs &a, Words spread) {
+static inline void random_pair(Words out[2], const UpdateArgs &a, Words spread) {
   Words x = (spread ^ (spread >> 16)) * kRound1 + a.keys[1];
-  return (x ^ (x >> 15)) * kRound2;
+  out[0] = (x ^ (x >> 15)) * kRound2;
+  out[1] = out[0] * kPartner;
 }
 
 static inline void widen_pair(Floats out[2], const uint16_t *at) {
@@ -38,12 +40,11 @@ template <bool kHalves> static inline void weight_pair(Floats out[2], const Upda
 }
 
 static inline void first_pair(Floats out[2], const uint8_t *codes, float scale) {
-  Halves code = signed_bytes_at(codes), zero = {}, low = zero + uint16_t(kFirst & 0xffff);
-  Halves high = (magnitude(code) << (kCodeShift - 16)) + uint16_t(kFirst >> 16), sign = code & uint16_t(0x8000);
-  Floats even = (floats_of(even_words(low, high)) - as_float(kFirst)) * scale;
-  Floats odd = (floats_of(odd_words(low, high)) - as_float(kFirst)) * scale;
-  out[0] = floats_of(words_of(even) | even_words(zero, sign));
-  out[1] = floats_of(words_of(odd) | odd_words(zero, sign));
+  const Halves low = Halves{} + uint16_t(kFirst & 0xffff);
+  Halves high = ((signed_bytes_at(codes) << (kCodeShift - 16)) & 0x87f0) + uint16_t(kFirst >> 16);
+  Words even = even_words(low, high), odd = odd_words(low, high);
+  out[0] = (floats_of(even) - floats_of(signed_by(kFirst, even))) * scale;
+  out[1] = (floats_of(odd) - floats_of(signed_by(kFirst, odd))) * scale;
 }
 
 static inline void second_pair(Floats out[2], const uint8_t *codes, float scale) {
@@ -52,117 +53,160 @@ static inline void second_pair(Floats out[2], const uint8_t *codes, float scale)
   out[1] = floats_of(odd_words(Halves{}, high)) * scale;
 }
 
-// The first sweep: the moments take in the gradient.  `most` gets the bits of their largest magnitudes.
+// What moments are multiplied by first; the scale of a block and the fading are one factor.
+struct Fade {
+  float m, v;
+};
+
+template <int kMoments> static inline Fade fade_of(const UpdateArgs &a, int64_t begin) {
+  if (kMoments != kCodes) return {a.beta1, a.beta2};
+  return {a.scales[0][begin / kQuant] * a.beta1, a.scales[1][begin / kQuant] * a.beta2};
+}
+
+template <int kMoments>
+static inline void moment_pairs(const UpdateArgs &a, Floats m[2], Floats v[2], Fade fade, int64_t at) {
+  if (kMoments == kCodes) {
+    first_pair(m, static_cast<const uint8_t *>(a.moments[0]) + at, fade.m);
+    second_pair(v, static_cast<const uint8_t *>(a.moments[1]) + at, fade.v);
+    return;
+  }
+  widen_pair(m, static_cast<const uint16_t *>(a.moments[0]) + at);
+  widen_pair(v, static_cast<const uint16_t *>(a.moments[1]) + at);
+  for (int j = 0; j < 2; ++j)
+    m[j] = m[j] * fade.m, v[j] = v[j] * fade.v;
+}
+
+template <bool kHalves, bool kDecoupled> static inline void grad_pair(const UpdateArgs &a, Floats g[2], int64_t at) {
+  Floats p[2];
+  widen_pair(g, static_cast<const uint16_t *>(a.grad) + at);
+  if (!kDecoupled) weight_pair<kHalves>(p, a, at);
+  for (int j = 0; j < 2; ++j) {
+    g[j] = g[j] * a.grad_scale;
+    if (!kDecoupled) g[j] = g[j] + a.decay * p[j];
+  }
+}
+
+// The first sweep: the moments take in the gradient.
 template <bool kHalves, bool kDecoupled, int kMoments>
-static inline void move_moments(const UpdateArgs &a, Vectors &b, int64_t begin, uint32_t most[2]) {
-  constexpr bool kCoded = kMoments == kCodes;
-  const float scale_m = kCoded ? a.scales[0][begin / kQuant] : 0, scale_v = kCoded ? a.scales[1][begin / kQuant] : 0;
+static inline void take_in(const UpdateArgs &a, Moments &b, int64_t begin) {
+  const Fade fade = fade_of<kMoments>(a, begin);
   Words most_m = {}, most_v = {};
   for (int k = 0; k < kSteps; k += 2) {
-    const int64_t at = begin + k * kLanes;
-    Floats g[2], m[2], v[2], p[2];
-    widen_pair(g, static_cast<const uint16_t *>(a.grad) + at);
-    if (!kDecoupled) weight_pair<kHalves>(p, a, at);
-    if (kCoded) {
-      first_pair(m, static_cast<const uint8_t *>(a.moments[0]) + at, scale_m);
-      second_pair(v, static_cast<const uint8_t *>(a.moments[1]) + at, scale_v);
-    } else {
-      widen_pair(m, static_cast<const uint16_t *>(a.moments[0]) + at);
-      widen_pair(v, static_cast<const uint16_t *>(a.moments[1]) + at);
-    }
+    Floats g[2], m[2], v[2];
+    grad_pair<kHalves, kDecoupled>(a, g, begin + k * kLanes);
+    moment_pairs<kMoments>(a, m, v, fade, begin + k * kLanes);
     for (int j = 0; j < 2; ++j) {
-      g[j] = g[j] * a.grad_scale;
-      if (!kDecoupled) g[j] = g[j] + a.decay * p[j];
-      b.m[k + j] = m[j] = m[j] + a.one_minus_beta1 * (g[j] - m[j]);
-      b.v[k + j] = v[j] = v[j] * a.beta2 + (a.one_minus_beta2 * g[j]) * g[j];
+      b.m[k + j] = m[j] = m[j] + a.one_minus_beta1 * g[j];
+      b.v[k + j] = v[j] = v[j] + (a.one_minus_beta2 * g[j]) * g[j];
+      b.divisor[k + j] = root_of(v[j]) * a.inverse_root2 + a.eps;
       most_m = larger(most_m, words_of(m[j]) & 0x7fffffffu);
       most_v = larger(most_v, words_of(v[j]));
     }
   }
-  most[0] = kCoded ? largest(most_m) : 0;
-  most[1] = kCoded ? largest(most_v) : 0;
+  if (kMoments != kCodes) return;
+  b.scale[0] = scale_of<false>(largest(most_m));
+  b.scale[1] = scale_of<true>(largest(most_v));
 }
 
-// The second sweep: the weights move, and random bits are drawn while the dividing unit is busy.
 template <bool kHalves, bool kDecoupled>
-static inline void move_weights(const UpdateArgs &a, Vectors &b, int64_t begin) {
-  const Words even = even_indices() * kSpread + ((a.first_element + uint32_t(begin)) * kSpread + a.keys[0]);
-  for (int k = 0; k < kSteps; k += 2) {
-    const int64_t at = begin + k * kLanes;
-    Floats p[2];
-    Words bits[2], up[2];
-    weight_pair<kHalves>(p, a, at);
-    for (int j = 0; j < 2; ++j) {
-      if (kDecoupled) p[j] = p[j] * a.keep;
-      p[j] = p[j] + (a.minus_step_size * b.m[k + j]) / (root_of(b.v[k + j]) * a.inverse_root2 + a.eps);
-      b.random[k + j] = random_words(a, even + uint32_t(k * kLanes + 4 * j) * kSpread);
-      bits[j] = words_of(p[j]);
-      up[j] = kHalves ? Words{} + 0x8000u : ((b.random[k + j] ^ a.keys[2]) * kSpread) >> 16;
-    }
-    put(static_cast<uint16_t *>(a.weight) + at, packed((bits[0] + up[0]) >> 16, (bits[1] + up[1]) >> 16));
-    if (kHalves) put(a.low + at, packed(bits[0] & 0xffffu, bits[1] & 0xffffu));
+static inline void move_weights(const UpdateArgs &a, const Moments &b, const Words random[2], int64_t at, int k) {
+  Floats p[2];
+  Words bits[2];
+  weight_pair<kHalves>(p, a, at);
+  for (int j = 0; j < 2; ++j) {
+    if (kDecoupled) p[j] = p[j] * a.keep;
+    p[j] = p[j] + (a.minus_step_size * b.m[k + j]) / b.divisor[k + j];
+    bits[j] = words_of(p[j]);
+    if (!kHalves) bits[j] = bits[j] + (((random[j] ^ a.keys[2]) * kSpread) >> 16);
+  }
+  Halves high = upper<16>(bits[0], bits[1]);
+  if (kHalves) {
+    Halves low = lower(bits[0], bits[1]);
+    put(a.low + at, low);
+    high = high + (low >> 15);
+  }
+  put(static_cast<uint16_t *>(a.weight) + at, high);
+}
+
+static inline Halves first_steps(const Floats m[2], float inverse, const Words random[2]) {
+  Words x[2];
+  for (int j = 0; j < 2; ++j) {
+    Floats u = floats_of(words_of(m[j]) & 0x7fffffffu) * inverse + as_float(kFirst);
+    x[j] = words_of(u) + ((random[j] & 0xfffffu) - kFirst);
+  }
+  return upper<kCodeShift>(x[0], x[1]);
+}
+
+static inline Halves second_steps(const Floats v[2], float inverse, const Words random[2]) {
+  Words x[2];
+  for (int j = 0; j < 2; ++j)
+    x[j] = words_of(v[j] * inverse) + (random[j] >> 12);
+  return less(upper<kCodeShift>(x[0], x[1]), kSecond >> kCodeShift);
+}
+
+static inline Halves signs_of(const Floats m[2]) {
+  return packed_signed(words_of(m[0]), words_of(m[1]));
+}
+
+static inline void put_codes(const UpdateArgs &a, const Moments &b, const float inverse[2], const Words random[4],
+                             int64_t at, int k) {
+  const Floats *m = b.m + k, *v = b.v + k;
+  put_signed(static_cast<uint8_t *>(a.moments[0]) + at, first_steps(m, inverse[0], random),
+             first_steps(m + 2, inverse[0], random + 2), signs_of(m), signs_of(m + 2));
+  put_bytes(static_cast<uint8_t *>(a.moments[1]) + at, second_steps(v, inverse[1], random),
+            second_steps(v + 2, inverse[1], random + 2));
+}
+
+static inline void put_rounded(const UpdateArgs &a, const Moments &b, const Words random[2], int64_t at, int k) {
+  Words m[2], v[2];
+  for (int j = 0; j < 2; ++j) {
+    m[j] = words_of(b.m[k + j]) + (random[j] & 0xffffu);
+    v[j] = words_of(b.v[k + j]) + (random[j] >> 16);
+  }
+  put(static_cast<uint16_t *>(a.moments[0]) + at, upper<16>(m[0], m[1]));
+  put(static_cast<uint16_t *>(a.moments[1]) + at, upper<16>(v[0], v[1]));
+}
+
+static inline void put_scales(const UpdateArgs &a, const Moments &b, int64_t begin) {
+  for (int i = 0; i < 2; ++i) {
+    a.scales[i][begin / kQuant] = b.scale[i];
+    if (b.scale[i] == 0.0f) __builtin_memset(static_cast<uint8_t *>(a.moments[i]) + begin, 0, kQuant);
   }
 }
 
-static inline Words first_code(Floats m, float inverse, Words random) {
-  Words up = ((random & 0xffffu) << 4) + (8u - kFirst);
-  Words x = words_of(floats_of(words_of(m) & 0x7fffffffu) * inverse + as_float(kFirst));
-  return signed_by((x + up) >> kCodeShift, words_of(m));
-}
-
-static inline Words second_code(Floats v, float inverse, Words random) {
-  Words up = ((random >> 16) << 4) + (8u - kSecond);
-  Words x = words_of(at_least(v * inverse, Floats{} + as_float(kSecond)));
-  return (x + up) >> kCodeShift;
-}
-
-// The third sweep: the new moments become codes and scales.
-static inline void store_codes(const UpdateArgs &a, const Vectors &b, int64_t begin, const uint32_t most[2]) {
-  uint8_t *first = static_cast<uint8_t *>(a.moments[0]) + begin, *second = static_cast<uint8_t *>(a.moments[1]) + begin;
-  const float scale_m = scale_of<false>(most[0]), scale_v = scale_of<true>(most[1]);
-  a.scales[0][begin / kQuant] = scale_m;
-  a.scales[1][begin / kQuant] = scale_v;
-  const float inverse_m = 1.0f / scale_m, inverse_v = 1.0f / scale_v;
+// The second sweep, four vectors at a time: the weights move, and the moments become codes or halves.
+template <bool kHalves, bool kDecoupled, int kMoments>
+static inline void finish(const UpdateArgs &a, const Moments &b, int64_t begin) {
+  const float inverse[2] = {kAbove / b.scale[0], kAbove / b.scale[1]};
+  Words spread = even_indices() * kSpread + ((a.first_element + uint32_t(begin)) * kSpread + a.keys[0]);
   for (int k = 0; k < kSteps; k += 4) {
-    Words m[4], v[4];
-    for (int j = 0; j < 4; ++j) {
-      m[j] = first_code(b.m[k + j], inverse_m, b.random[k + j]);
-      v[j] = second_code(b.v[k + j], inverse_v, b.random[k + j]);
+    const int64_t at = begin + k * kLanes, later = at + 2 * kLanes;
+    Words random[4];
+    random_pair(random, a, spread);
+    random_pair(random + 2, a, spread + uint32_t(2 * kLanes) * kSpread);
+    spread = spread + uint32_t(4 * kLanes) * kSpread;
+    move_weights<kHalves, kDecoupled>(a, b, random, at, k);
+    move_weights<kHalves, kDecoupled>(a, b, random + 2, later, k + 2);
+    if (kMoments == kCodes) {
+      put_codes(a, b, inverse, random, at, k);
+    } else {
+      put_rounded(a, b, random, at, k);
+      put_rounded(a, b, random + 2, later, k + 2);
     }
-    put_bytes(first + k * kLanes, packed_signed(m[0], m[1]), packed_signed(m[2], m[3]));
-    put_bytes(second + k * kLanes, packed(v[0], v[1]), packed(v[2], v[3]));
   }
-  if (scale_m == 0.0f) __builtin_memset(first, 0, kQuant);
-  if (scale_v == 0.0f) __builtin_memset(second, 0, kQuant);
-}
-
-// The third sweep for moments of 16 bits.
-static inline void store_rounded(const UpdateArgs &a, const Vectors &b, int64_t begin) {
-  uint16_t *first = static_cast<uint16_t *>(a.moments[0]) + begin;
-  uint16_t *second = static_cast<uint16_t *>(a.moments[1]) + begin;
-  for (int k = 0; k < kSteps; k += 2) {
-    Words m[2], v[2];
-    for (int j = 0; j < 2; ++j) {
-      m[j] = (words_of(b.m[k + j]) + (b.random[k + j] & 0xffffu)) >> 16;
-      v[j] = (words_of(b.v[k + j]) + (b.random[k + j] >> 16)) >> 16;
-    }
-    put(first + k * kLanes, packed(m[0], m[1]));
-    put(second + k * kLanes, packed(v[0], v[1]));
-  }
+  if (kMoments == kCodes) put_scales(a, b, begin);
 }
 
 template <bool kHalves, bool kDecoupled, int kMoments>
 static void rounded_loop(const UpdateArgs &args, int64_t begin, int64_t end) {
   const UpdateArgs a = args; // of our own: no store can change it, so its numbers stay in registers
-  Vectors b;
+  Moments blocks[2], *block = blocks, *next = blocks + 1;
+  if (begin < end) take_in<kHalves, kDecoupled, kMoments>(a, *block, begin);
   for (; begin < end; begin += kQuant) {
-    uint32_t most[2];
-    move_moments<kHalves, kDecoupled, kMoments>(a, b, begin, most);
-    move_weights<kHalves, kDecoupled>(a, b, begin);
-    if (kMoments == kCodes)
-      store_codes(a, b, begin, most);
-    else
-      store_rounded(a, b, begin);
+    if (begin + kQuant < end) take_in<kHalves, kDecoupled, kMoments>(a, *next, begin + kQuant);
+    finish<kHalves, kDecoupled, kMoments>(a, *block, begin);
+    Moments *done = block;
+    block = next, next = done;
   }
 }
 
@@ -190,8 +234,9 @@ template <bool kDecoupled> static void exact_loop(const UpdateArgs &args, int64_
     }
     put_floats(first + at, m);
     put_floats(second + at, v);
-    put(static_cast<uint16_t *>(a.weight) + at, packed((bits[0] + 0x8000u) >> 16, (bits[1] + 0x8000u) >> 16));
-    put(a.low + at, packed(bits[0] & 0xffffu, bits[1] & 0xffffu));
+    Halves low = lower(bits[0], bits[1]);
+    put(static_cast<uint16_t *>(a.weight) + at, upper<16>(bits[0], bits[1]) + (low >> 15));
+    put(a.low + at, low);
   }
 }
 

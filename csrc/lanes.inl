@@ -60,8 +60,24 @@ static inline void put_floats(float *at, const Floats pair[2]) {
   _mm512_storeu_ps(at + 16, _mm512_permutex2var_ps((__m512)pair[0], (__m512i)second, (__m512)pair[1]));
 }
 
-static inline Halves packed(Words even, Words odd) { // numbers below 2^16
-  return (Halves)_mm512_packus_epi32((__m512i)even, (__m512i)odd);
+constexpr struct Picks { // of each number of two vectors its low or its high half, brought back into one
+  uint16_t at[2 * kLanes];
+  constexpr explicit Picks(int half) : at() {
+    for (int i = 0; i < 2 * kLanes; ++i)
+      at[i] = uint16_t((i / 4 % 2 * kLanes + i / 8 * 4 + i % 4) * 2 + half);
+  }
+} kLow(0), kHigh(1);
+
+static inline Halves picked(Words even, const Picks &picks, Words odd) {
+  return (Halves)_mm512_permutex2var_epi16((__m512i)even, (__m512i)halves_at(picks.at), (__m512i)odd);
+}
+
+template <int kShift> static inline Halves upper(Words even, Words odd) { // shifted down by 16 or more
+  return picked(even, kHigh, odd) >> (kShift - 16);
+}
+
+static inline Halves lower(Words even, Words odd) {
+  return picked(even, kLow, odd);
 }
 
 static inline Halves packed_signed(Words even, Words odd) {
@@ -76,26 +92,34 @@ static inline Halves signed_bytes_at(const uint8_t *at) {
   return (Halves)_mm512_cvtepi8_epi16(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(at)));
 }
 
-static inline void put_bytes(uint8_t *at, Halves first, Halves second) { // the low byte of each
-  _mm256_storeu_si256(reinterpret_cast<__m256i *>(at), _mm512_cvtepi16_epi8((__m512i)first));
-  _mm256_storeu_si256(reinterpret_cast<__m256i *>(at + 32), _mm512_cvtepi16_epi8((__m512i)second));
+static inline Halves less(Halves value, uint16_t by) { // not below 0
+  return (Halves)_mm512_subs_epu16((__m512i)value, _mm512_set1_epi16(short(by)));
 }
 
-static inline Halves magnitude(Halves value) {
-  return (Halves)_mm512_abs_epi16((__m512i)value);
+static inline void put_mixed(uint8_t *at, __m512i bytes) { // packed from two vectors of halves
+  const __m512i order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
+  _mm512_storeu_si512(at, _mm512_permutexvar_epi64(order, bytes));
 }
 
-static inline Words signed_by(Words value, Words bits) { // minus the value where the sign bit is set
-  return (Words)_mm512_mask_sub_epi32((__m512i)value, _mm512_movepi32_mask((__m512i)bits), _mm512_setzero_si512(),
-                                      (__m512i)value);
+static inline void put_bytes(uint8_t *at, Halves first, Halves second) { // those above 255 as 255
+  put_mixed(at, _mm512_packus_epi16((__m512i)first, (__m512i)second));
+}
+
+// Numbers, those above 127 as 127, and the signs of others in the eighth bit; zero has none.
+static inline void put_signed(uint8_t *at, Halves first, Halves second, Halves sign, Halves second_sign) {
+  __m512i bytes = _mm512_packs_epi16((__m512i)first, (__m512i)second);
+  __mmask64 some = _mm512_test_epi8_mask(bytes, bytes);
+  __m512i signs = _mm512_maskz_packs_epi16(some, (__m512i)sign, (__m512i)second_sign);
+  put_mixed(at, _mm512_ternarylogic_epi32(_mm512_set1_epi8(127), bytes, signs, 0xca));
+}
+
+static inline Words signed_by(uint32_t value, Words bits) { // with the sign bit of the others
+  return (Words)_mm512_ternarylogic_epi32(_mm512_set1_epi32(0x7fffffff), _mm512_set1_epi32(int(value)), (__m512i)bits,
+                                          0xca);
 }
 
 static inline Floats root_of(Floats value) {
   return (Floats)_mm512_sqrt_ps((__m512)value);
-}
-
-static inline Floats at_least(Floats value, Floats least) {
-  return (Floats)_mm512_max_ps((__m512)value, (__m512)least);
 }
 
 static inline __m256i half_of(Words a) { // its larger numbers, each of two
@@ -133,6 +157,14 @@ static inline Halves packed(Words even, Words odd) { // numbers below 2^16
   return (Halves)_mm256_packus_epi32((__m256i)even, (__m256i)odd);
 }
 
+template <int kShift> static inline Halves upper(Words even, Words odd) { // shifted down by 16 or more
+  return packed(even >> kShift, odd >> kShift);
+}
+
+static inline Halves lower(Words even, Words odd) {
+  return packed(even & 0xffffu, odd & 0xffffu);
+}
+
 static inline Halves packed_signed(Words even, Words odd) {
   return (Halves)_mm256_packs_epi32((__m256i)even, (__m256i)odd);
 }
@@ -145,26 +177,31 @@ static inline Halves signed_bytes_at(const uint8_t *at) {
   return (Halves)_mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i *>(at)));
 }
 
-static inline void put_bytes(uint8_t *at, Halves first, Halves second) { // the low byte of each
-  Halves a = first & 0xff, b = second & 0xff;
-  __m256i mixed = _mm256_permute4x64_epi64(_mm256_packus_epi16((__m256i)a, (__m256i)b), 0xd8);
-  _mm256_storeu_si256(reinterpret_cast<__m256i *>(at), mixed);
+static inline Halves less(Halves value, uint16_t by) { // not below 0
+  return (Halves)_mm256_subs_epu16((__m256i)value, _mm256_set1_epi16(short(by)));
 }
 
-static inline Halves magnitude(Halves value) {
-  return (Halves)_mm256_abs_epi16((__m256i)value);
+static inline void put_mixed(uint8_t *at, __m256i bytes) { // packed from two vectors of halves
+  _mm256_storeu_si256(reinterpret_cast<__m256i *>(at), _mm256_permute4x64_epi64(bytes, 0xd8));
 }
 
-static inline Words signed_by(Words value, Words bits) { // minus the value where the sign bit is set; 0 where no bit is
-  return (Words)_mm256_sign_epi32((__m256i)value, (__m256i)bits);
+static inline void put_bytes(uint8_t *at, Halves first, Halves second) { // those above 255 as 255
+  put_mixed(at, _mm256_packus_epi16((__m256i)first, (__m256i)second));
+}
+
+// Numbers, those above 127 as 127, and the signs of others in the eighth bit; zero has none.
+static inline void put_signed(uint8_t *at, Halves first, Halves second, Halves sign, Halves second_sign) {
+  __m256i bytes = _mm256_packs_epi16((__m256i)first, (__m256i)second);
+  __m256i signs = _mm256_and_si256(_mm256_packs_epi16((__m256i)sign, (__m256i)second_sign), _mm256_set1_epi8(-128));
+  put_mixed(at, _mm256_sign_epi8(_mm256_or_si256(bytes, signs), bytes));
+}
+
+static inline Words signed_by(uint32_t value, Words bits) { // with the sign bit of the others
+  return (bits & 0x80000000u) | value;
 }
 
 static inline Floats root_of(Floats value) {
   return (Floats)_mm256_sqrt_ps((__m256)value);
-}
-
-static inline Floats at_least(Floats value, Floats least) {
-  return (Floats)_mm256_max_ps((__m256)value, (__m256)least);
 }
 
 static inline __m256i half_of(Words a) {

@@ -26,14 +26,16 @@ static void load_block(const UpdateArgs &a, Block &b, int64_t begin, int64_t cou
       b.grad[i] = load_grad(static_cast<const float *>(a.grad), begin + i) * a.grad_scale;
 }
 
+// Rounded moments of Adam come multiplied by their beta, within the scale if they have one.
 static void load_moment(const UpdateArgs &a, int k, float *__restrict out, int64_t begin, int64_t count) {
+  const float fade = a.rule != kAdam ? 1.0f : k ? a.beta2 : a.beta1;
   if (a.moment_format == kBf16) {
     const uint16_t *in = static_cast<const uint16_t *>(a.moments[k]) + begin;
     for (int64_t i = 0; i < count; ++i)
-      out[i] = as_float(uint32_t(in[i]) << 16);
+      out[i] = as_float(uint32_t(in[i]) << 16) * fade;
   } else if (a.moment_format == kCodes) {
     const uint8_t *codes = static_cast<const uint8_t *>(a.moments[k]) + begin;
-    (k ? decode_block<true> : decode_block<false>)(out, codes, a.scales[k][begin / kQuant], count);
+    (k ? decode_block<true> : decode_block<false>)(out, codes, a.scales[k][begin / kQuant] * fade, count);
   } else {
     const float *in = static_cast<const float *>(a.moments[k]) + begin;
     for (int64_t i = 0; i < count; ++i)
@@ -49,16 +51,13 @@ static void store_moment(const UpdateArgs &a, int k, Block &b, int64_t begin, in
       out[i] = in[i];
     return;
   }
-  const int shift = k ? 16 : 0;
-  for (int64_t i = 0; i < count; ++i)
-    b.up[i] = b.random[i] >> shift & 0xffffu;
   if (a.moment_format == kBf16) {
     uint16_t *__restrict out = static_cast<uint16_t *>(a.moments[k]) + begin;
     for (int64_t i = 0; i < count; ++i)
-      out[i] = at_random(in[i], b.up[i]);
+      out[i] = at_random(in[i], k ? b.random[i] >> 16 : b.random[i] & 0xffffu);
   } else {
     for (int64_t i = 0; i < count; ++i)
-      b.up[i] = threshold(b.up[i]);
+      b.up[i] = threshold(b.random[i], k == 1);
     uint8_t *codes = static_cast<uint8_t *>(a.moments[k]) + begin;
     (k ? encode_block<true> : encode_block<false>)(codes, a.scales[k] + begin / kQuant, in, b.up, count);
   }
@@ -85,16 +84,16 @@ static void decay_block(const UpdateArgs &a, Block &b, int64_t count) {
       b.grad[i] = b.grad[i] + a.decay * b.weight[i];
 }
 
-// Kingma and Ba 2015, algorithm 1; with float32 moments as adam_loop.
+// Kingma and Ba 2015, algorithm 1; with float32 moments as adam_loop, others are faded already.
 template <bool kExact> static void adam_block(const UpdateArgs &a, Block &b, int64_t count) {
   float *__restrict p = b.weight, *__restrict m = b.moment[0], *__restrict v = b.moment[1];
   const float *__restrict g = b.grad;
-  const float w1 = a.one_minus_beta1, far1 = 1.0f - w1;
-  const bool far = kExact && w1 >= 0.5f;
+  const float w1 = a.one_minus_beta1, far1 = 1.0f - w1, w2 = a.one_minus_beta2;
+  const bool far = w1 >= 0.5f;
   for (int64_t i = 0; i < count; ++i) {
-    float near = m[i] + w1 * (g[i] - m[i]);
-    m[i] = far ? g[i] - (g[i] - m[i]) * far1 : near;
-    v[i] = v[i] * a.beta2 + (a.one_minus_beta2 * g[i]) * g[i];
+    float lerp = far ? g[i] - (g[i] - m[i]) * far1 : m[i] + w1 * (g[i] - m[i]);
+    m[i] = kExact ? lerp : m[i] + w1 * g[i];
+    v[i] = (kExact ? v[i] * a.beta2 : v[i]) + (w2 * g[i]) * g[i];
     float denom = __builtin_sqrtf(v[i]) * a.inverse_root2 + a.eps;
     p[i] = p[i] + (a.minus_step_size * m[i]) / denom;
   }
@@ -143,7 +142,7 @@ static void update_blocks(const UpdateArgs &a, int64_t begin, int64_t end) {
       load_moment(a, k, b.moment[k], begin, count);
     if (random)
       for (int64_t i = 0; i < count; ++i)
-        b.random[i] = random_bits(a, a.first_element + uint32_t(begin + i));
+        b.random[i] = random_bits(a, uint32_t(begin + i));
     move_block(a, b, count);
     for (int k = 0; k < a.num_moments; ++k)
       store_moment(a, k, b, begin, count);

@@ -27,7 +27,7 @@ from offloadz.plan.errors import DamagedState
 FLIP_FILE = "flip.bin"
 TABLES_FILE = "tables.bin"
 LAYOUT_FILE = "layout.json"
-_MAGIC = b"offloadz state record 2\n"  # 1: the arrays of a part without a stagger
+_MAGIC = b"offloadz state record 3\n"  # 1: the arrays of a part without a stagger; 2: codes in two's complement
 _ASIDE = ".aside"
 
 

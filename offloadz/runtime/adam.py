@@ -14,6 +14,8 @@ BLOCK = 256
 FIRST, SECOND = 0x37900090, 0x2F900000
 """Bits of the offset c of first moments, and of the smallest code of second moments."""
 SMALLEST = np.float32(2.0**-90)
+ABOVE = np.float32(1 + 2.0**-23)
+"""Over the scale: the largest number is never below its code."""
 
 Floats = NDArray[np.float32]
 Words = NDArray[np.uint32]
@@ -44,7 +46,8 @@ def update_reference(
     rounded = (weight.dtype == torch.bfloat16 and low is None) or any(m.dtype != torch.float32 for m in moments)
     random, for_weight = random_words(seed, step, first_element, weight.numel() if rounded else 0)
     p, g = _weights(weight, low), _wide(grad) * one(grad_scale)
-    kept = [_moment(moment, scale, k == 1) for k, (moment, scale) in enumerate(zip(moments, scales, strict=True))]
+    fades = (one(beta1), one(beta2)) if rule == "adam" else (one(1), one(1))
+    kept = [_moment(moments[k], scales[k], fades[k], k == 1) for k in range(len(moments))]
     if decoupled:
         p = p * one(1 - lr * weight_decay)
     else:
@@ -59,7 +62,7 @@ def update_reference(
         kept = [m * one(momentum) + g for m in kept]
         p = p + one(-lr) * (kept[0] if kept else g)
     for k, (moment, scale) in enumerate(zip(moments, scales, strict=True)):
-        _store_moment(moment, scale, kept[k], random >> 16 if k else random & 0xFFFF, k == 1)
+        _store_moment(moment, scale, kept[k], random, k == 1)
     _store_weights(weight, low, p, for_weight)
 
 
@@ -69,9 +72,12 @@ def _adam(
     """torch's order of operations, with a product in place of the division by the second correction."""
     one, (m, v) = np.float32, kept
     w1 = one(1 - beta1)
-    near = m + w1 * (g - m)
-    m = g - (g - m) * (one(1) - w1) if exact and w1 >= 0.5 else near  # torch's lerp starts from the nearer end
-    v = v * one(beta2) + (one(1 - beta2) * g) * g
+    if not exact:
+        m = m + w1 * g
+    else:
+        m = g - (g - m) * (one(1) - w1) if w1 >= 0.5 else m + w1 * (g - m)  # torch's lerp starts from the nearer end
+        v = v * one(beta2)
+    v = v + (one(1 - beta2) * g) * g
     denom = np.sqrt(v) * one((1 - beta2**step) ** -0.5) + one(eps)
     kept[:] = [m, v]
     return p + (one(-(lr / (1 - beta1**step))) * m) / denom
@@ -85,14 +91,16 @@ def _mixed(x: int) -> int:
 
 
 def random_words(seed: int, step: int, first_element: int, count: int) -> tuple[Words, Words]:
-    """For each element a word whose halves round the moments, and 16 bits for the weight."""
+    """For each element a word whose low and high 20 (or 16) bits round the moments, and 16 bits for the weight."""
     golden = 0x9E3779B97F4A7C15
     a = _mixed((_mixed((seed + golden) % 2**64) + step * golden) % 2**64)
     keys = [np.uint32(a % 2**32), np.uint32(a >> 32), np.uint32(_mixed((a + golden) % 2**64) % 2**32)]
-    element = ((np.arange(count, dtype=np.uint64) + np.uint64(first_element)) % 2**32).astype(np.uint32)
+    place = np.arange(count, dtype=np.uint64)
+    element = (((place & ~np.uint64(4)) + np.uint64(first_element)) % 2**32).astype(np.uint32)
     x = element * np.uint32(0x9E3779B1) + keys[0]
     x = (x ^ (x >> 16)) * np.uint32(0x7FEB352D) + keys[1]
     x = (x ^ (x >> 15)) * np.uint32(0x846CA68B)
+    x = np.where(place & np.uint64(4), x * np.uint32(0xADB4A92D), x)
     return x, ((x ^ keys[2]) * np.uint32(0x9E3779B1)) >> 16
 
 
@@ -133,16 +141,20 @@ def _store_weights(weight: Tensor, low: Tensor | None, p: Floats, random: Words)
         _put_halves(low, bits & 0xFFFF)
 
 
-def _moment(moment: Tensor, scale: Tensor | None, second: bool) -> Floats:
-    return _wide(moment) if scale is None else decode(moment.numpy().view(np.uint8), scale.numpy(), second)
-
-
-def _store_moment(moment: Tensor, scale: Tensor | None, x: Floats, random16: Words, second: bool) -> None:
+def _moment(moment: Tensor, scale: Tensor | None, fade: np.float32, second: bool) -> Floats:
+    """Rounded moments come multiplied by `fade`, within the scale if they have one."""
     if scale is not None:
-        up = random16 * np.uint32(16) + np.uint32(8)
+        return decode(moment.numpy().view(np.uint8), scale.numpy() * fade, second)
+    return _wide(moment) * (fade if moment.dtype == torch.bfloat16 else np.float32(1))
+
+
+def _store_moment(moment: Tensor, scale: Tensor | None, x: Floats, random: Words, second: bool) -> None:
+    if scale is not None:
+        up = random >> 12 if second else random & 0xFFFFF
         moment.numpy().view(np.uint8)[:], scale.numpy()[:] = encode(x, up, second)
     elif moment.dtype == torch.bfloat16:
-        _put_halves(moment, (np.where(np.isnan(x), np.uint32(0x7FC00000), _bits(x)) + random16) >> 16)
+        bits = np.where(np.isnan(x), np.uint32(0x7FC00000), _bits(x))
+        _put_halves(moment, (bits + (random >> 16 if second else random & 0xFFFF)) >> 16)
     else:
         moment.numpy()[:] = x
 
@@ -152,19 +164,20 @@ def encode(x: Floats, up: Words, second: bool) -> tuple[NDArray[np.uint8], Float
     largest = np.maximum.reduceat(np.abs(x), np.arange(0, len(x), BLOCK)) if len(x) else np.abs(x)
     scales = np.where(largest >= SMALLEST, largest, np.where(second & (largest > 0), SMALLEST, 0)).astype(np.float32)
     with np.errstate(divide="ignore", invalid="ignore"):
-        u = np.abs(x) * np.repeat(np.float32(1) / scales, BLOCK)[: len(x)]
-        least = _float(np.uint32([SECOND]))
-        base = SECOND if second else FIRST
-        u = np.where(u > least, u, least) if second else u + _float(np.uint32([FIRST]))
-    code = (_bits(u) + up - np.uint32(base)) >> 20
-    code = np.where(_bits(x) >> 31 & (not second), 256 - code, code)
+        u = np.abs(x) * np.repeat(ABOVE / scales, BLOCK)[: len(x)]
+    if second:
+        steps = ((_bits(u) + up) >> 20).astype(np.int64) - (SECOND >> 20)
+        code = np.clip(steps, 0, 255)
+    else:
+        steps = (_bits(u + _float(np.uint32([FIRST]))) + up - np.uint32(FIRST)) >> 20
+        code = np.minimum(steps, 127) | np.where(steps > 0, _bits(x) >> 31 << 7, 0)
     return np.where(np.repeat(scales, BLOCK)[: len(x)] == 0, 0, code).astype(np.uint8), scales
 
 
 def decode(codes: NDArray[np.uint8], scales: Floats, second: bool) -> Floats:
     """The float32 numbers that codes and scales stand for."""
-    k = codes.astype(np.int32) if second else codes.view(np.int8).astype(np.int32)
-    u = _float((np.abs(k).astype(np.uint32) << 20) + np.uint32(SECOND if second else FIRST))
+    k = codes.astype(np.uint32)
+    u = _float(((k if second else k & 127) << 20) + np.uint32(SECOND if second else FIRST))
     u = u if second else u - _float(np.uint32([FIRST]))
     x = u * np.repeat(scales, BLOCK)[: len(codes)]
-    return np.where(k < 0, -x, x)
+    return x if second else np.where(k > 127, -x, x)

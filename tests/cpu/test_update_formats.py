@@ -178,6 +178,20 @@ def test_codes_are_within_a_sixteenth(second):
     assert ((out - values).abs() <= values.abs() / 16 + least)[wide].all()
 
 
+@pytest.mark.parametrize("second", [False, True])
+@pytest.mark.parametrize("up", [0, (1 << 20) - 1])
+def test_the_largest_number_keeps_its_code_however_it_is_rounded(second, up):
+    """Else a block's scale would be lost now and then: x times 1 / x is not always 1."""
+    x = np.zeros(1000 * BLOCK, np.float32)
+    x[::BLOCK] = 10 ** np.random.default_rng(8).uniform(-20, 20, 1000)
+    codes, _ = adam.encode(x, np.full(len(x), up, np.uint32), second)
+    assert (codes[::BLOCK] == (255 if second else 127)).all()
+    if not second:
+        codes, _ = adam.encode(-x, np.full(len(x), up, np.uint32), second)
+        assert (codes[::BLOCK] == 255).all(), "the same code with the sign"
+        assert not codes.reshape(-1, BLOCK)[:, 1:].any(), "a zero has no sign"
+
+
 @pytest.mark.parametrize(("weight", "moments"), [("split", "codes"), ("alone", "codes")])
 def test_what_an_update_left_comes_back_from_fp32(weight, moments):
     """encode(decode(x)) is x for codes and scales, whatever the steps were: a checkpoint holds fp32 numbers."""

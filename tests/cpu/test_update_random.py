@@ -3,6 +3,7 @@
 Kind K08 (precision policy): weights without a master must move by updates far below their own rounding unit.
 """
 
+import itertools
 import math
 
 import numpy as np
@@ -17,7 +18,8 @@ COUNT = 1 << 18
 
 def streams(seed: int, step: int, first: int = 0, count: int = COUNT) -> dict[str, np.ndarray]:
     words, weight = random_words(seed, step, first, count)
-    return {"first": words & 0xFFFF, "second": words >> 16, "weight": weight}
+    of_codes = {"first code": (words >> 4) & 0xFFFF, "second code": words >> 16}  # the upper 16 of their 20 bits
+    return {"first": words & 0xFFFF, **of_codes, "weight": weight}
 
 
 def off_uniform(values: np.ndarray, num_bins: int) -> float:
@@ -43,7 +45,9 @@ def test_the_bits_are_uniform_and_follow_from_no_neighbour(seed, step):
             assert abs(correlation(values[lag:], values[:-lag])) < 5, (name, lag)
             pairs = (values[lag:] >> 12) * 16 + (values[:-lag] >> 12)
             assert abs(off_uniform(pairs, 256)) < 6, (name, lag)
-    for a, b in (("first", "second"), ("first", "weight"), ("second", "weight")):
+    for a, b in itertools.combinations(found, 2):
+        if (a, b) == ("first", "first code"):
+            continue  # of different formats
         assert abs(correlation(found[a], found[b])) < 5, (a, b)
         assert abs(off_uniform((found[a] >> 12) * 16 + (found[b] >> 12), 256)) < 6, (a, b)
 
@@ -59,7 +63,7 @@ def test_other_steps_and_seeds_have_other_bits(other):
 def test_one_element_over_many_steps():
     """What a single weight sees: a series over steps, uniform and without memory."""
     series = np.array([random_words(3, step, 41, 1)[0][0] for step in range(1, 4097)])
-    for values in (series & 0xFFFF, series >> 16):
+    for values in (series & 0xFFFF, (series >> 4) & 0xFFFF, series >> 16):
         assert abs(off_uniform(values >> 8, 256)) < 5
         for lag in (1, 2, 3):
             assert abs(correlation(values[lag:], values[:-lag])) < 5
