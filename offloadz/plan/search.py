@@ -172,7 +172,7 @@ def decide(spec: ModelSpec, machine: Machine, wishes: Wishes) -> Plan:
 
     Raises ConfigError for wishes that contradict each other.
     """
-    _check(wishes, machine)
+    _check(wishes)
     limits = _limits(machine, wishes)
     chosen, shortage = _first_that_fits(spec, machine, wishes, limits)
     plan = _describe(chosen, machine, wishes, limits, shortage)
@@ -191,7 +191,8 @@ def needed(peak: dict[str, int], wishes: Wishes) -> str:
     share = MEMORY_SHARE if wishes.host_memory is None else 1.0
     disk = f", {human(peak['disk'], up=True)} under offload.swap" if peak["disk"] else ""
     room = f"{human(peak['checkpoint'], up=True)} under train.output"
-    return f"a machine with {human(int(peak['host'] / share), up=True)} of free host memory{disk} and {room}"
+    device = f", {human(peak['device'], up=True)} of GPU memory" if peak["device"] else ""
+    return f"a machine with {human(int(peak['host'] / share), up=True)} of free host memory{device}{disk} and {room}"
 
 
 def _timed(plan: Plan, spec: ModelSpec, machine: Machine) -> Plan:
@@ -207,9 +208,7 @@ def _timed(plan: Plan, spec: ModelSpec, machine: Machine) -> Plan:
     )
 
 
-def _check(wishes: Wishes, machine: Machine) -> None:
-    if machine.device != "cpu":
-        raise ConfigError(f"offload.device: a plan for {machine.device} is not built yet; needed: cpu")
+def _check(wishes: Wishes) -> None:
     for field, number in (("train.batch_size", wishes.batch_size), ("data.max_length", wishes.max_length)):
         if number < 1:
             raise ConfigError(f"{field} = {number}; needed: at least 1")
@@ -234,7 +233,11 @@ def _limits(machine: Machine, wishes: Wishes) -> dict[str, int | None]:
         host = min(wishes.host_memory, machine.host_bytes)
     if machine.unified and wishes.device_memory is not None:
         host = min(host, wishes.device_memory)
-    return {"host": host, "disk": wishes.disk_free, "checkpoint": wishes.checkpoint_free}
+    device = int(machine.device_bytes * MEMORY_SHARE)
+    if not machine.unified and wishes.device_memory is not None:
+        device = min(wishes.device_memory, machine.device_bytes)
+    rest: dict[str, int | None] = {"host": host, "disk": wishes.disk_free, "checkpoint": wishes.checkpoint_free}
+    return rest if machine.unified else {"device": device, **rest}
 
 
 def _first_that_fits(
@@ -269,7 +272,8 @@ def _lacking(
     """(bytes too many, the tier in words with what it has and what is needed), empty where everything fits."""
     fixed = [key for key in ("host_memory", "device_memory") if getattr(wishes, key) == limits["host"]]
     source = f"offload.{fixed[0]}" if fixed else f"host memory ({machine.host_source})"
-    names = {"host": source, "disk": "offload.swap", "checkpoint": "train.output"}
+    names = {"device": f"the memory of {machine.gpu}", "host": source, "disk": "offload.swap"}
+    names["checkpoint"] = "train.output"
     lacking = []
     for tier, limit in limits.items():
         if limit is not None and found.peak[tier] > limit:
@@ -335,11 +339,12 @@ def _sized(
 def _reasonable(
     spec: ModelSpec, placement: Placement, batch: Batch, wishes: Wishes, limits: dict[str, int | None]
 ) -> bool:
-    limit = limits["host"] or 0
+    tier = "host" if placement.unified else "device"
+    limit = limits[tier] or 0
     working = sum(computation(spec, placement, batch).values())
     if working > WORKING_SHARE * limit:
         return False
-    return _footprint(spec, placement, batch, wishes).peak["host"] <= limit
+    return _footprint(spec, placement, batch, wishes).peak[tier] <= limit
 
 
 def _footprint(spec: ModelSpec, placement: Placement, batch: Batch, wishes: Wishes) -> Footprint:
