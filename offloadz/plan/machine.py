@@ -2,8 +2,8 @@
 
 The limits are the true ones: the smallest of the machine's memory, every control group above this process (version 1
 and 2) and the process's own limits, because whichever is smallest is the one that kills.  Left to others: machine files
-(`catalogue.py`) and measuring.  The trade-off: `probe_machine` measures nothing, so its rates are typical figures,
-marked unverified, and a time predicted from them can be off by a factor of two.
+(`catalogue.py`) and measuring (`bench/`).  The trade-off: `probe_machine` measures nothing, so its rates are typical
+figures, marked unverified, and a time predicted from them can be off by a factor of two.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What lanes share: a drive that reads and writes at once, and host memory, which every transfer and update goes through.
+"""What lanes share: a drive that reads and writes at once, and host memory, which all transfers and updates pass.
 
 A step is never shorter than the bytes it moves through such a thing take, at the rate that thing gives to several at
 once.  Only a machine file that measured this rate (`offloadz bench` does) brings a bound.  The trade-off: the bound is
