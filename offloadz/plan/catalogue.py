@@ -68,7 +68,7 @@ def machine_names() -> list[str]:
 def read_machine(told: str, base: Machine, swap: Sequence[Path] = (), gpu: bool = True) -> Machine:
     """The machine of a file or a catalogue name; what it leaves out is that of `base`.
 
-    `swap`: the directories whose drives count.  `gpu`: whether the box's GPU computes, if it has one; else its CPU does.
+    `swap`: the directories whose drives count.  `gpu`: whether the box's GPU computes, if it has one, or its CPU.
     Raises ConfigError that names file and field for what is wrong.
     """
     path = _found(told)
@@ -113,11 +113,8 @@ def part(kind: str, name: str, where: str) -> dict[str, Figure]:
 
 
 def with_part(machine: Machine, kind: str, name: str) -> Machine:
-    """The box with another part of the catalogue; ConfigError with the nearest name where there is none."""
+    """The box with another GPU, link or memory of the catalogue; ConfigError with the nearest name of what is none."""
     figures = part(kind, name, kind)
-    if kind == "drive":
-        told = {LANES[key]: figures[key] for key in LANES if key in figures}
-        return with_rates(replace(machine, drive=_drive(name, figures)), told)
     if kind == "ram":
         return with_rates(machine, figures)
     if kind == "link" and machine.unified:
@@ -128,6 +125,13 @@ def with_part(machine: Machine, kind: str, name: str) -> Machine:
         own = {lane: rate for lane, rate in machine.rates.items() if lane not in COMPUTING}
         machine = replace(machine, device="cuda", unified=False, device_bytes=size, gpu=name, rates=own)
     return with_rates(machine, figures)
+
+
+def with_drives(machine: Machine, names: Sequence[str]) -> Machine:
+    """The box with drives of the catalogue, one for each swap path; a share of everything lies on each."""
+    rated = [part("drive", name, "drive") for name in names]
+    drive, figures = _together([(_drive(name, one), one) for name, one in zip(names, rated, strict=True)])
+    return with_rates(replace(machine, drive=drive), {LANES[key]: figures[key] for key in LANES if key in figures})
 
 
 def with_rates(machine: Machine, figures: Mapping[str, Figure]) -> Machine:
@@ -263,7 +267,10 @@ def _card(table: object, path: Path, default: str) -> dict[str, Figure]:
 
 def _drive_of(drives: object, path: Path, default: str, swap: Sequence[Path]) -> tuple[Drive | None, dict[str, Figure]]:
     """The drive that holds `swap`, with its figures: the one with the longest path above it, or one without a path;
-    several that hold a share each are told as one."""
+    several that hold a share each are told as one.
+
+    Drives without a path take the swap paths that lie below none, one each, in their order; the last takes the rest.
+    """
     if not isinstance(drives, list):
         raise ConfigError(f"{path}: drive needs tables [[drive]], found {drives!r}")
     found = []
@@ -275,15 +282,14 @@ def _drive_of(drives: object, path: Path, default: str, swap: Sequence[Path]) ->
             figures = {**part("drive", model, f"{path}: drive.model ="), **figures}
         name = model or place or f"drive {index + 1} of {path.name}"
         found.append((place, _drive(name, figures), figures))
-    if sum(not place for place, _, _ in found) > 1:
-        raise ConfigError(f"{path}: {len(found)} drives, and more than one without a path; give each its path")
+    free = [index for index, (place, _, _) in enumerate(found) if not place]
     chosen = {}
     for one in swap or [Path("/")]:
-        held = [drive for drive in found if not drive[0] or _holds(Path(drive[0]), one)]
-        if not held:
+        held = [index for index, (place, _, _) in enumerate(found) if place and _holds(Path(place), one)]
+        if not held and not free:
             return None, {}
-        place, drive, figures = max(held, key=lambda drive: len(drive[0]))
-        chosen[place] = (drive, figures)
+        best = max(held, key=lambda index: len(found[index][0])) if held else free.pop(0) if free[1:] else free[0]
+        chosen[best] = found[best][1:]
     return _together(list(chosen.values()))
 
 
@@ -295,15 +301,16 @@ def _together(drives: Sequence[tuple[Drive, dict[str, Figure]]]) -> tuple[Drive,
     """Drives that hold a share each, by their speed, as one: what one of them is first to be full, slow or worn of."""
     if len(drives) == 1:
         return drives[0]
-    known = all(set(LANES) <= set(figures) for _, figures in drives)
-    speeds = [1 / sum(1 / figures[key].value for key in LANES) if known else 1.0 for _, figures in drives]
+    keys = [key for key in LANES if all(key in figures for _, figures in drives)]
+    known = "read" in keys and "write" in keys
+    speeds = [1 / sum(1 / figures[key].value for key in keys[:2]) if known else 1.0 for _, figures in drives]
     shares = [speed / sum(speeds) for speed in speeds]
     lanes = {
         key: Figure(
             min(figures[key].value / share for (_, figures), share in zip(drives, shares, strict=True)),
             "; ".join(dict.fromkeys(figures[key].source for _, figures in drives)),
         )
-        for key in (LANES if known else ())
+        for key in (keys if known else ())
     }
     sizes = [drive.size_bytes for drive, _ in drives]
     lives = [drive.endurance_bytes for drive, _ in drives]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
-from offloadz.plan.change import TO_DISK, Asked, smallest_change
+from offloadz.plan.change import TO_DISK, Asked, needed, smallest_change
 from offloadz.plan.change import human as human
 from offloadz.plan.copies import copies_reason, copy_choices, linked, num_kept
 from offloadz.plan.errors import ConfigError
@@ -182,17 +182,9 @@ def decide(spec: ModelSpec, machine: Machine, wishes: Wishes) -> Plan:
             return not _first_that_fits(spec, machine, wishes, _limits(machine, wishes))[1]
 
         change = smallest_change(Asked(spec, wishes), chosen.footprint.peak, fits)
-        return replace(plan, smallest_change=change or needed(chosen.footprint.peak, wishes))
+        share = MEMORY_SHARE if wishes.host_memory is None else 1.0
+        return replace(plan, smallest_change=change or needed(chosen.footprint.peak, share))
     return _timed(plan, spec, machine)
-
-
-def needed(peak: dict[str, int], wishes: Wishes) -> str:
-    """In words what a machine would need to have."""
-    share = MEMORY_SHARE if wishes.host_memory is None else 1.0
-    disk = f", {human(peak['disk'], up=True)} under offload.swap" if peak["disk"] else ""
-    room = f"{human(peak['checkpoint'], up=True)} under train.output"
-    device = f", {human(peak['device'], up=True)} of GPU memory" if peak["device"] else ""
-    return f"a machine with {human(int(peak['host'] / share), up=True)} of free host memory{device}{disk} and {room}"
 
 
 def _timed(plan: Plan, spec: ModelSpec, machine: Machine) -> Plan:
@@ -228,16 +220,15 @@ def _check(wishes: Wishes) -> None:
 
 def _limits(machine: Machine, wishes: Wishes) -> dict[str, int | None]:
     """Most bytes per tier: what a user set, or a share of what is there."""
-    host = int(machine.host_bytes * MEMORY_SHARE)
-    if wishes.host_memory is not None:
-        host = min(wishes.host_memory, machine.host_bytes)
+    host, device = _most(machine.host_bytes, wishes.host_memory), _most(machine.device_bytes, wishes.device_memory)
     if machine.unified and wishes.device_memory is not None:
         host = min(host, wishes.device_memory)
-    device = int(machine.device_bytes * MEMORY_SHARE)
-    if not machine.unified and wishes.device_memory is not None:
-        device = min(wishes.device_memory, machine.device_bytes)
-    rest: dict[str, int | None] = {"host": host, "disk": wishes.disk_free, "checkpoint": wishes.checkpoint_free}
-    return rest if machine.unified else {"device": device, **rest}
+    tiers = {"host": host} if machine.unified else {"device": device, "host": host}
+    return {**tiers, "disk": wishes.disk_free, "checkpoint": wishes.checkpoint_free}
+
+
+def _most(total_bytes: int, told_bytes: int | None) -> int:
+    return int(total_bytes * MEMORY_SHARE) if told_bytes is None else min(told_bytes, total_bytes)
 
 
 def _first_that_fits(
@@ -272,8 +263,8 @@ def _lacking(
     """(bytes too many, the tier in words with what it has and what is needed), empty where everything fits."""
     fixed = [key for key in ("host_memory", "device_memory") if getattr(wishes, key) == limits["host"]]
     source = f"offload.{fixed[0]}" if fixed else f"host memory ({machine.host_source})"
-    names = {"device": f"the memory of {machine.gpu}", "host": source, "disk": "offload.swap"}
-    names["checkpoint"] = "train.output"
+    names = {"host": source, "disk": "offload.swap", "checkpoint": "train.output"}
+    names["device"] = f"the memory of {machine.gpu}"
     lacking = []
     for tier, limit in limits.items():
         if limit is not None and found.peak[tier] > limit:

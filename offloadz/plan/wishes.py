@@ -25,6 +25,7 @@ from offloadz.plan.catalogue import (
     Figure,
     number,
     read_machine,
+    with_drives,
     with_part,
     with_rates,
 )
@@ -83,7 +84,8 @@ def question(config: Config, machine_name: str | None = None, sets: Sequence[str
     wishes = wishes_of(config, read_config(directory))
     wishes = replace(wishes, reading_bytes=_reading_bytes(config, directory), random=model.init == "random")
     machine = asked_machine(config, machine_name)
-    machine, wishes = _changed(machine, _on_its_drive(machine, wishes, imagined=bool(machine_name)), sets)
+    wishes = _on_its_drive(machine, wishes, imagined=bool(machine_name))
+    machine, wishes = _changed(machine, wishes, sets, len(config.offload.swap))
     compute = "float32" if machine.unified else spec.dtype
     machine = machine.computing(compute, "eager" if model.kernels == "auto" else model.kernels)
     notes = [note] if machine_name else [note, _gpu_note(machine), *_swap_notes(config)]
@@ -184,7 +186,7 @@ def wishes_of(config: Config, model_config: dict[str, Any]) -> Wishes:
     )
 
 
-def _changed(machine: Machine, wishes: Wishes, sets: Sequence[str]) -> tuple[Machine, Wishes]:
+def _changed(machine: Machine, wishes: Wishes, sets: Sequence[str], num_paths: int) -> tuple[Machine, Wishes]:
     """The machine with `key=value` changes; raises ConfigError for an unknown key or a value that is none."""
     from offloadz.config.values import nearest
 
@@ -195,15 +197,28 @@ def _changed(machine: Machine, wishes: Wishes, sets: Sequence[str]) -> tuple[Mac
             hint = f"; nearest is {guess}" if guess and guess != key else ""
             raise ConfigError(f"--set {text!r}; needed: key=value with a key of {', '.join(SETTABLE)}{hint}")
         try:
-            if key in PARTS:
+            if key == "drive":
+                machine = with_drives(machine, _each(value.split(","), num_paths))
+                wishes = _on_its_drive(machine, wishes, imagined=True)
+            elif key in PARTS:
                 machine = with_part(machine, key, value)
-                wishes = _on_its_drive(machine, wishes, imagined=True) if key == "drive" else wishes
             else:
                 found = number(value if SETTABLE[key] == BYTES else _plain(value), SETTABLE[key])
                 machine, wishes = _set(machine, wishes, key, found, f"--set {text}")
         except ValueError as error:
             raise ConfigError(f"--set {text}: {error}") from None
     return machine, wishes
+
+
+def _each(names: list[str], num_paths: int) -> list[str]:
+    """A name for each swap path."""
+    if len(names) == 1:
+        return names * max(1, num_paths)
+    if len(names) != num_paths:
+        raise ValueError(
+            f"names {len(names)} drives, offload.swap has {num_paths} paths; name one, or one for each path"
+        )
+    return names
 
 
 def _set(machine: Machine, wishes: Wishes, key: str, found: float, source: str) -> tuple[Machine, Wishes]:

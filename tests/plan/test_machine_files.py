@@ -115,7 +115,6 @@ def test_a_drive_of_the_catalogue_takes_figures_of_the_file_before_its_own(tmp_p
         ("[rates]\nmemory = true", "rates.memory = True: needs"),
         ("[rates]\ncpu = {valu = 1}", 'rates.cpu needs { value = ..., source = "..." }, found the keys valu'),
         ("[[drive]]\nread = 'fast'", "drive.read = 'fast': needs"),
-        ("[[drive]]\n[[drive]]", "2 drives, and more than one without a path"),
         ("[[drive]]\nmodel = 'samsung-990-pro'", "is not in the catalogue; nearest is samsung-990-pro-2tb"),
         ("drive = 3", "drive needs tables [[drive]], found 3"),
         ("host = 3", "host needs a table, found 3"),
@@ -281,6 +280,24 @@ def test_settings_may_name_parts(config: Path) -> None:
     assert found.rates["device"] == 9.9e13, "whatever is computed in"
 
 
+def test_each_swap_path_has_a_drive(config: Path, tmp_path: Path) -> None:
+    """Drives without a path take the swap paths in their order; several count as one with a share on each."""
+    one, two = "samsung-970-evo-plus-1tb", "crucial-t700-2tb"
+    drives = f'[[drive]]\nmodel = "{one}"\n[[drive]]\nmodel = "{two}"\n'
+    told, both = written(tmp_path, drives), f"offload.swap=['{tmp_path}/swap','{tmp_path}/more','{tmp_path}/most']"
+    slow = part("drive", one, "drive")
+    found = asked(config, machine=told).machine
+    assert found.drive is not None and (found.drive.name, found.rates["disk_write"]) == (one, slow["write"].value)
+    found = asked(config, both, machine=told).machine
+    assert found.drive is not None and found.drive.name == f"{one} + {two}" and found.drive.size_bytes == 3 * 10**12
+    assert found.rates["disk_write"] > 6 * slow["write"].value, "each has a share by its speed"
+    pair = asked(config, both, machine="rtx4090", sets=(f"drive={two}",))
+    assert pair.machine.drive is not None and pair.machine.drive.endurance_bytes == 3600 * 10**12
+    assert pair.machine.rates["disk_read"] == pytest.approx(3 * 12.4e9) and pair.wishes.disk_free == 6 * 10**12
+    mixed = asked(config, both, machine="rtx4090", sets=(f"drive={one},{two},{two}",)).machine
+    assert mixed.drive is not None and mixed.drive.name == f"{one} + {two} + {two}"
+
+
 def test_a_gpu_computes_in_plans_for_another_box_alone(config: Path) -> None:
     there, here = asked(config, machine="rtx4090"), asked(config, "offload.machine=rtx4090")
     assert there.wishes.compute == "bfloat16" and not there.answer().placement.unified and not there.notes
@@ -303,6 +320,7 @@ def test_a_gpu_computes_in_plans_for_another_box_alone(config: Path) -> None:
         ("cpu=-1", "--set cpu=-1: needs a number above 0"),
         ("cpu=nan", "--set cpu=nan: needs a number above 0"),
         ("device=7GB/s", "--set device=7GB/s: needs operations a second"),
+        ("drive=crucial-t700-2tb,crucial-t700-2tb", "names 2 drives, offload.swap has 1 paths; name one, or one for"),
         ("drive=samsung", "--set drive=samsung: drive 'samsung' is not in the catalogue"),
         ("gpu=rtx409", "--set gpu=rtx409: gpu 'rtx409' is not in the catalogue; nearest is rtx4090"),
         ("hostmemory=64GiB", "nearest is host_memory"),
