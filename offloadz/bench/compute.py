@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import cycle
 
@@ -78,25 +79,25 @@ def together(update: Update, nbytes: int) -> Rate:
     """Bytes/s that an update and copies beside it read and write in memory."""
     pieces = list(zip(_floats(nbytes).split(COPY_FLOATS), _floats(nbytes).split(COPY_FLOATS), strict=True))
 
+    def copy(stop: threading.Event) -> int:
+        """Copies until told to stop; bytes copied."""
+        done = 0
+        for to, of in cycle(pieces):
+            if stop.is_set():
+                break
+            native.copy_(to, of)
+            done += to.nbytes
+        return done
+
     def both() -> float:
-        stop, copied = threading.Event(), [0]
-
-        def copy() -> None:
-            for to, of in cycle(pieces):
-                if stop.is_set():
-                    return
-                native.copy_(to, of)
-                copied[0] += to.nbytes
-
-        copier = threading.Thread(target=copy)
-        copier.start()
-        try:
-            took_s = seconds(update)
-            num_bytes = update.moved_bytes + 2 * copied[0]
-        finally:
-            stop.set()
-            copier.join()
-        return num_bytes / took_s
+        stop = threading.Event()
+        with ThreadPoolExecutor(1) as other:
+            try:
+                copying = other.submit(copy, stop)
+                took_s = seconds(update)
+            finally:
+                stop.set()
+            return (update.moved_bytes + 2 * copying.result()) / took_s
 
     return both
 

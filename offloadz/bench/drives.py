@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import errno
 import os
-import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -65,25 +65,15 @@ class SwapPath:
         return lambda: nbytes / seconds(work)
 
     def _both(self) -> None:
-        half, failed = len(self._extents) // 2, []
-
-        def write() -> None:
+        half = len(self._extents) // 2
+        with ThreadPoolExecutor(1) as other:  # its end waits for the writer, also after an interrupt
             try:
-                self._pass(self.tier.write, self._extents[half:], 1)
-            except OSError as error:
-                failed.append(error)
-
-        writer = threading.Thread(target=write)
-        writer.start()
-        try:
-            self._pass(self.tier.read, self._extents[:half], 0)
-        except BaseException:
-            self._ended = True  # the writer stops at its next extent
-            raise
-        finally:
-            writer.join()
-        if failed:
-            raise failed[0]
+                writing = other.submit(self._pass, self.tier.write, self._extents[half:], 1)
+                self._pass(self.tier.read, self._extents[:half], 0)
+                writing.result()
+            except BaseException:
+                self._ended = True  # the writer stops at its next extent
+                raise
 
     def _pass(self, move: Callable[[Extent, torch.Tensor], None], extents: Sequence[Extent], buffer: int) -> None:
         for extent in extents:

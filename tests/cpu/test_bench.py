@@ -129,11 +129,14 @@ def test_an_interrupt_leaves_nothing(swap: Path, tmp_path: Path) -> None:
     run = [*child(4 << 20, 64), str(swap), str(tmp_path / "box.toml")]
     with subprocess.Popen(run, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        for line in process.stdout:
-            if " read " in line:
-                break
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
+        try:
+            for line in process.stdout:
+                if " read " in line:
+                    break
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert process.returncode == 130 and errors.strip().endswith("interrupted") and "Traceback" not in errors
     assert [path.name for path in tmp_path.iterdir()] == ["swap"] and not [*swap.iterdir()]
 
