@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -327,13 +327,13 @@ def _drive(name: str, figures: Mapping[str, Figure]) -> Drive:
 
 def _sources(lanes: Mapping[str, Figure]) -> str:
     """Each source once, with the lanes it speaks of; lanes that a file leaves out are typical."""
+    typical = [lane for lane in TYPICAL_RATES if lane not in lanes and (lane != "device" or "eager" not in lanes)]
+    return sources_told({**lanes, **dict.fromkeys(typical, Figure(0.0, UNVERIFIED))})
+
+
+def sources_told(figures: Mapping[str, Figure]) -> str:
+    """Each source once, with the figures that rest on it."""
     by_source: dict[str, list[str]] = {}
-    for lane in dict.fromkeys([*TYPICAL_RATES, *lanes]):
-        if lane in lanes or lane != "device" or "eager" not in lanes:
-            by_source.setdefault(lanes[lane].source if lane in lanes else UNVERIFIED, []).append(lane)
-    return "; ".join(_parts(by_source))
-
-
-def _parts(by_source: Mapping[str, list[str]]) -> Iterator[str]:
-    for source, lanes in by_source.items():
-        yield source if len(by_source) == 1 else f"{', '.join(lanes)}: {source}"
+    for key, figure in figures.items():
+        by_source.setdefault(figure.source, []).append(key)
+    return "; ".join(k if len(by_source) == 1 else f"{', '.join(keys)}: {k}" for k, keys in by_source.items())
