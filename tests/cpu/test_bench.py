@@ -53,7 +53,7 @@ def test_what_is_measured_is_what_a_plan_reads(swap: Path, tmp_path: Path, capsy
     said = capsys.readouterr().out
     told = tomllib.loads(out.read_text())
     assert [drive["path"] for drive in told["drive"]] == [str(swap), str(other)]
-    found = read_machine(str(out), probe_machine(), swap)
+    found = read_machine(str(out), probe_machine(), [swap])
     for key, lane in (("read", "disk_read"), ("write", "disk_write"), ("both", "disk_both")):
         assert found.rates[lane] == told["drive"][0][key] > 0
     lanes = {"float32", "eager", "memory", "memory_shared", "h2d", "d2h", "cpu", "cpu_bf16", "cpu_int8", "cpu_int8_sr"}
