@@ -32,15 +32,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from offloadz.memory.flat import state_views
+from offloadz.bench.update import HYPER, parts_of, state_bytes, update_step
 from offloadz.memory.host import HostPool
-from offloadz.plan.recipes import Recipe, num_blocks
-from offloadz.plan.spec import PAGE_BYTES, PART_ELEMENTS, Part, aligned
+from offloadz.plan.recipes import Recipe
+from offloadz.plan.spec import PAGE_BYTES, aligned
 from offloadz.runtime import native
 from offloadz.runtime.threads import update_threads
 
 RECIPES = ("fp32", "bf16", "int8", "int8-sr")
-HYPER = {"lr": 1e-5, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 SHOWN = (4 << 20, 64 << 20, 200_000_000)
 CACHED = (1 << 13, 1 << 15)
 MOST_BYTES = 20
@@ -84,27 +83,11 @@ class Arena:
 
 def ours(recipe: str, threads: int) -> Arm:
     """One step of a recipe, part by part and with each part's state laid out as a run does it."""
-    chosen = Recipe(recipe)
 
     def lay_out(arena: Arena) -> Step:
+        parts = parts_of(Recipe(recipe), arena.count)
         grad, weight = arena.normal(torch.bfloat16, 1e-3), arena.normal(torch.bfloat16, 0.05)
-        starts = range(0, arena.count, PART_ELEMENTS)
-        stops = [min(start + PART_ELEMENTS, arena.count) for start in starts]
-        parts = [Part(0, a, b, "bfloat16", chosen, num_blocks(b - a)) for a, b in zip(starts, stops, strict=True)]
-        slots = arena.zeros(torch.uint8, sum(aligned(part.state_bytes) for part in parts))
-        held = []
-        for part in parts:
-            held.append((slice(part.start, part.stop), state_views(part, slots[: part.state_bytes])))
-            slots = slots[aligned(part.state_bytes) :]
-
-        def step(number: int) -> None:
-            for at, state in held:
-                native.update_(
-                    "adam", weight[at], state.low, state.moments, state.scales, grad[at], step=number, threads=threads,
-                    **HYPER,
-                )  # fmt: skip
-
-        return step
+        return update_step(parts, grad, weight, arena.zeros(torch.uint8, state_bytes(parts)), threads)
 
     return lay_out
 

@@ -3,7 +3,8 @@
     python docs/make_tables.py
 
 The table of machines is what `offloadz plan` answers for three published shapes on machines of four sizes, the program
-in docs/step.md what `offloadz show` prints, the reference of keys the configuration's own rules.
+in docs/step.md what `offloadz show` prints, the reference of keys the configuration's own rules, the catalogue the
+files it consists of.
 tests/cpu/test_quickstart.py fails when one is out of date.
 """
 
@@ -13,12 +14,14 @@ import dataclasses
 import json
 import re
 import tempfile
+import tomllib
 from pathlib import Path
 from typing import Any
 
 from offloadz.config import NOT_BUILT
 from offloadz.config.sections import RULES, SECTIONS, GroupConfig, rules
 from offloadz.config.values import shown, to_toml
+from offloadz.plan.catalogue import FOLDER, machine_names, part, part_names, sources_told
 from offloadz.plan.footprint import Batch
 from offloadz.plan.headers import spec_from_formula
 from offloadz.plan.machine import Machine
@@ -32,6 +35,19 @@ BEGIN, END = "<!-- table: begin (python docs/make_tables.py) -->", "<!-- table: 
 GIB = 1 << 30
 ROWS, LENGTH = 16, 1024
 MEMORIES_GIB = (16, 32, 64, 128)
+COLUMNS = {
+    "gpu": {
+        "memory, GiB": ("memory", GIB), "float32, TFLOPS": ("float32", 1e12), "eager": ("eager", 1e12),
+        "compile": ("compile", 1e12), "liger": ("liger", 1e12), "own memory, GB/s": ("bandwidth", 1e9),
+    },
+    "link": {"up, GB/s": ("h2d", 1e9), "down, GB/s": ("d2h", 1e9)},
+    "ram": {"memory, GB/s": ("memory", 1e9), "update, 10⁹ parameters/s": ("cpu", 1e9)},
+    "drive": {
+        "size, TB": ("size", 1e12), "read, GB/s": ("read", 1e9), "write, GB/s": ("write", 1e9),
+        "endurance, TB": ("endurance", 1e12),
+    },
+}  # fmt: skip
+"""Columns of the catalogue's tables by kind of part: the key, and what it is shown in."""
 PIPE = "\\|"
 """A bar inside a cell of Markdown."""
 
@@ -131,7 +147,6 @@ def refusals() -> list[str]:
     more = {
         "model.attention": 'anything but `"auto"`, `"eager"` and `"sdpa"`',
         "offload.device": 'a GPU (`"cuda:0"`): the compute device is the CPU',
-        "offload.machine": "a machine that computes on a GPU",
     }
     return found + [f"`{key}`: {what}" for key, what in more.items()]
 
@@ -145,6 +160,29 @@ def program_text() -> str:
     return f"{found.program.text()}\n\n{found.timeline.table()}\n{found.timeline.gantt(80)}"
 
 
+def catalogue_tables() -> str:
+    """Markdown: the boxes of the catalogue, then its parts by kind, with what each figure rests on."""
+    boxes = ["| box | host | GPU | drives |", "|---|---|---|---|"]
+    for name in machine_names():
+        told = tomllib.loads((FOLDER / f"{name}.toml").read_text(encoding="utf-8"))
+        host, gpu = told["host"], told.get("gpu", {})
+        has = f"{host['memory']}, {host['cores']} cores, {host.get('ram', 'memory of its own')}"
+        card = f"{gpu['model']} on {gpu['link']}" if gpu else "-"
+        boxes.append(f"| `{name}` | {has} | {card} | {_drives(told)} |")
+    for kind, columns in COLUMNS.items():
+        boxes += ["", f"| `{kind}` | {' | '.join(columns)} | rests on |", "|---" * (len(columns) + 2) + "|"]
+        for name in part_names(kind):
+            found = part(kind, name, kind)
+            cells = [f"{found[key].value / size:.5g}" for key, size in columns.values()]
+            boxes.append(f"| `{name}` | {' | '.join(cells)} | {sources_told(found)} |")
+    return "\n".join(boxes)
+
+
+def _drives(told: dict[str, Any]) -> str:
+    names = [drive["model"] for drive in told["drive"]]
+    return f"one or two {names[0]}" if len(names) == 2 else names[0]
+
+
 def between(text: str, content: str) -> str:
     """`text` with what stands between its marks replaced."""
     pattern = re.escape(BEGIN) + ".*?" + re.escape(END)
@@ -155,10 +193,11 @@ def between(text: str, content: str) -> str:
 
 def made() -> dict[Path, str]:
     """What each file should hold."""
-    readme, step = ROOT / "README.md", ROOT / "docs" / "step.md"
+    readme, step, machine = ROOT / "README.md", ROOT / "docs" / "step.md", ROOT / "docs" / "machine.md"
     return {
         readme: between(readme.read_text(encoding="utf-8"), machine_table()),
         step: between(step.read_text(encoding="utf-8"), f"```\n{program_text()}\n```"),
+        machine: between(machine.read_text(encoding="utf-8"), catalogue_tables()),
         ROOT / "docs" / "configuration.md": configuration_page(),
     }
 

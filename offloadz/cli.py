@@ -117,10 +117,12 @@ def show(
 @verb
 def bench(
     swap: SwapPaths = None,
-    out: Annotated[Path | None, typer.Option(metavar="machine.toml", help="Where the machine file goes.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", metavar="machine.toml", help="The file to write.")] = None,
 ) -> int:
-    """Measure this box (not built yet)."""
-    raise ConfigError("`offloadz bench` is not built yet; plans use typical rates, marked as such")
+    """Measure this box and write a machine file for `plan` and `train`."""
+    from offloadz.bench.command import bench_command
+
+    return int(bench_command(swap or [], out))
 
 
 @verb

@@ -23,7 +23,7 @@ NATIVE = sorted(path for path in (ROOT / "csrc").iterdir() if path.suffix in (".
 
 ROOMS = ("plan", "memory", "runtime", "model", "train")
 """From below to above: each may import itself and what is left of it."""
-TOP = ("cli", "check", "audit", "__main__", "__init__")
+TOP = ("cli", "check", "audit", "bench", "__main__", "__init__")
 ABOVE_PLAN = ("command.py", "wishes.py", "catalogue.py")
 """Files of plan/ that turn a configuration into a question; they import `config` inside functions or for types."""
 MOST_FILE_LINES, MOST_FUNCTION_LINES, MOST_BARE_METHOD_LINES = 400, 80, 10

@@ -1,36 +1,55 @@
-"""Machine files: a box written down as TOML, and the boxes and drives that come along by name.
+"""Machine files: a box written down as TOML, and the boxes and parts that come along by name.
 
 Every figure may name its source (`{ value = 7.0e9, source = "..." }`, else the `source` of its table or of the file);
-without one it counts as typical and unverified.  What a file leaves out is taken from this box.  Left to others: what
-this box has (`machine.py`), and whether a run may use a file's limits (`wishes.py`).  The trade-off: only boxes that
-compute on the CPU are in the catalogue, because plans for others are not built; a drive wears the same under both.
+without one it counts as typical and unverified.  A box may name parts of the catalogue (a GPU, its link, memory,
+drives): their figures hold where the file has none of its own.  What a file leaves out is taken from this box.  Left to
+others: what this box has (`machine.py`), and whether a run may use a file's limits (`wishes.py`).  The trade-off: a box
+has one GPU, because plans for several are not built.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from offloadz.plan.errors import ConfigError
-from offloadz.plan.machine import TYPICAL_RATES, UNVERIFIED, Drive, Machine
+from offloadz.plan.machine import COMPUTING, TYPICAL_RATES, UNVERIFIED, Drive, Machine
 
 FOLDER = Path(__file__).parent / "machines"
-DRIVES = FOLDER / "drives.toml"
 
-RATES = {"device": "flop/s", "memory": "bytes/s", "h2d": "bytes/s", "d2h": "bytes/s", "cpu": "parameters/s"}
-"""Keys of [rates] with their units; those of a drive are in [[drive]]."""
-LANES = {"read": "disk_read", "write": "disk_write"}
-"""Keys of [[drive]] that are rates, and their lanes."""
+BYTES, RATE, FLOPS, UPDATES, COUNT, TEXT, TABLE, NOTES = (
+    "bytes", "bytes/s", "flop/s", "parameters/s", "count", "text", "table", "notes",
+)  # fmt: skip
+UNITS = {
+    "host": {"memory": BYTES, "cores": COUNT},
+    "rates": {
+        "device": FLOPS, **dict.fromkeys(COMPUTING, FLOPS), "memory": RATE, "memory_shared": RATE, "h2d": RATE,
+        "d2h": RATE, "cpu": UPDATES, "cpu_bf16": UPDATES, "cpu_int8": UPDATES, "cpu_int8_sr": UPDATES,
+    },
+    "gpu": {"memory": BYTES, **dict.fromkeys(COMPUTING, FLOPS), "bandwidth": RATE, "h2d": RATE, "d2h": RATE},
+    "drive": {"size": BYTES, "read": RATE, "write": RATE, "both": RATE, "endurance": BYTES},
+}  # fmt: skip
+"""The figures of each table of a machine file, with their units."""
+LANES = {"read": "disk_read", "write": "disk_write", "both": "disk_both"}
+"""Keys of [[drive]] that are rates, and what they are called in `Machine.rates`."""
+PARTS = {"drive": ("drives", "drive"), "ram": ("memories", "rates"), "gpu": ("gpus", "gpu"), "link": ("links", "gpu")}
+"""Kinds of parts: the file that lists them, and the table of a machine file whose figures they are."""
 
-_KEYS: dict[str, tuple[str, ...]] = {
-    "": ("name", "device", "source", "host", "rates", "drive"),
-    "host": ("memory", "cores", "source"),
-    "rates": (*RATES, "source"),
-    "drive": ("model", "path", "size", *LANES, "endurance", "source"),
-}
+GPU_MEMORY = "device_memory"
+
+_WORDS = {
+    "": {"name": TEXT, "source": TEXT, "host": TABLE, "rates": TABLE, "gpu": TABLE, "drive": TABLE,
+         "conditions": NOTES, "spread": NOTES},
+    "host": {"ram": TEXT, "source": TEXT},
+    "rates": {"source": TEXT},
+    "gpu": {"model": TEXT, "link": TEXT, "source": TEXT},
+    "drive": {"model": TEXT, "path": TEXT, "source": TEXT},
+}  # fmt: skip
+"""What else may stand in each table; [conditions] and [spread] are for people, and hold anything."""
 
 
 @dataclass(frozen=True)
@@ -43,46 +62,89 @@ class Figure:
 
 def machine_names() -> list[str]:
     """Names of the boxes that come along."""
-    return sorted(path.stem for path in FOLDER.glob("*.toml") if path != DRIVES)
+    return sorted(path.stem for path in FOLDER.glob("*.toml"))
 
 
-def read_machine(told: str, base: Machine, swap: Sequence[Path] = ()) -> Machine:
+def read_machine(told: str, base: Machine, swap: Sequence[Path] = (), gpu: bool = True) -> Machine:
     """The machine of a file or a catalogue name; what it leaves out is that of `base`.
 
-    `swap`: the directories whose drives count.  Raises ConfigError that names file and field for what is wrong.
+    `swap`: the directories whose drives count.  `gpu`: whether the box's GPU computes, if it has one, or its CPU.
+    Raises ConfigError that names file and field for what is wrong.
     """
     path = _found(told)
     tables = _tables(path)
     _known(tables, "", path)
-    device = _text(tables, "device", path, "cpu")
-    if device != "cpu":
-        raise ConfigError(f"{path}: device = {device!r}: a plan for it is not built yet; needed: cpu")
     default = _text(tables, "source", path, UNVERIFIED)
-    host, rates = (_figures(tables.get(part, {}), part, path, default) for part in ("host", "rates"))
+    host = _figures(tables.get("host", {}), "host", path, default)
+    ram = _text(tables.get("host", {}), "ram", path, "")
+    rates = {
+        **(part("ram", ram, f"{path}: host.ram =") if ram else {}),
+        **_figures(tables.get("rates", {}), "rates", path, default),
+    }
+    card = _card(tables["gpu"], path, default) if "gpu" in tables else {}
     drive, disk = _drive_of(tables.get("drive", []), path, default, swap)
     lanes = {**rates, **{LANES[key]: disk[key] for key in LANES if key in disk}}
-    name = _text(tables, "name", path, path.stem)
     memory = int(host["memory"].value) if "memory" in host else base.host_bytes
-    return replace(
+    found = replace(
         base,
-        name=name,
+        name=_text(tables, "name", path, path.stem),
         host_bytes=memory,
         device_bytes=memory,
         host_source=f"machine file {path.name}, {host['memory'].source}" if "memory" in host else base.host_source,
         cores=int(host["cores"].value) if "cores" in host else base.cores,
-        rates={**TYPICAL_RATES, **{lane: figure.value for lane, figure in lanes.items()}},
-        rates_source=f"machine file {path.name} ({_sources(lanes)})" if lanes else base.rates_source,
         drive=drive,
+        gpu=_text(tables["gpu"], "model", path, "a GPU") if card else "",
     )
+    if gpu and card:
+        of_cpu = {"device", "h2d", "d2h", *COMPUTING}
+        lanes = {lane: figure for lane, figure in lanes.items() if lane not in of_cpu} | card
+        found = replace(found, device="cuda", unified=False, device_bytes=int(lanes.pop(GPU_MEMORY).value))
+    told_of = f"machine file {path.name} ({_sources(lanes)})" if lanes else base.rates_source
+    return replace(found, rates={**base.rates, **{lane: f.value for lane, f in lanes.items()}}, rates_source=told_of)
 
 
-def catalogue_drive(name: str, where: str = "drive") -> tuple[Drive, dict[str, float]]:
-    """A drive of the catalogue and its rates by lane; ConfigError with the nearest name where there is none."""
-    drives = _tables(DRIVES)
-    if name not in drives:
-        raise ConfigError(f"{where} {name!r} is not in the catalogue{_hint(name, drives)}")
-    figures = _figures(drives[name], "drive", DRIVES, UNVERIFIED)
-    return _drive(name, figures), {LANES[key]: figures[key].value for key in LANES}
+def part(kind: str, name: str, where: str) -> dict[str, Figure]:
+    """The figures of a part of the catalogue; ConfigError with the nearest name where there is none."""
+    path, section = FOLDER / "parts" / f"{PARTS[kind][0]}.toml", PARTS[kind][1]
+    known = _tables(path)
+    if name not in known:
+        raise ConfigError(f"{where} {name!r} is not in the catalogue{_hint(name, known)}")
+    return _figures(known[name], section, path, UNVERIFIED)
+
+
+def with_part(machine: Machine, kind: str, name: str) -> Machine:
+    """The box with another GPU, link or memory of the catalogue; ConfigError with the nearest name of what is none."""
+    figures = part(kind, name, kind)
+    if kind == "ram":
+        return with_rates(machine, figures)
+    if kind == "link" and machine.unified:
+        raise ConfigError(f"link {name!r}: {machine.name} computes on its CPU; name its GPU first, --set gpu=NAME")
+    if kind == "gpu":
+        figures = {**(part("link", "pcie4-x16", "link") if machine.unified else {}), **figures}
+        size = int(figures.pop("memory").value)
+        own = {lane: rate for lane, rate in machine.rates.items() if lane not in COMPUTING}
+        machine = replace(machine, device="cuda", unified=False, device_bytes=size, gpu=name, rates=own)
+    return with_rates(machine, figures)
+
+
+def with_drives(machine: Machine, names: Sequence[str]) -> Machine:
+    """The box with drives of the catalogue, one for each swap path; a share of everything lies on each."""
+    rated = [part("drive", name, "drive") for name in names]
+    drive, figures = _together([(_drive(name, one), one) for name, one in zip(names, rated, strict=True)])
+    return with_rates(replace(machine, drive=drive), {LANES[key]: figures[key] for key in LANES if key in figures})
+
+
+def with_rates(machine: Machine, figures: Mapping[str, Figure]) -> Machine:
+    """The box with other rates; one of the device holds whatever it computes in, until one for that is told."""
+    told = machine.rates_source.removesuffix(" and --set")
+    kept = {k: rate for k, rate in machine.rates.items() if "device" not in figures or k not in COMPUTING}
+    rates = {**kept, **{lane: figure.value for lane, figure in figures.items()}}
+    return replace(machine, rates=rates, rates_source=f"{told} and --set")
+
+
+def part_names(kind: str) -> list[str]:
+    """Names of all parts of a kind."""
+    return list(_tables(FOLDER / "parts" / f"{PARTS[kind][0]}.toml"))
 
 
 def _found(told: str) -> Path:
@@ -93,9 +155,8 @@ def _found(told: str) -> Path:
             raise ConfigError(f"machine file {told}: there is no such file")
         return path
     if told not in machine_names():
-        gpu = "; machines with a GPU are not built yet" if not _hint(told, machine_names(), only=True) else ""
         raise ConfigError(
-            f"machine {told!r} is not in the catalogue{_hint(told, machine_names())}{gpu}; "
+            f"machine {told!r} is not in the catalogue{_hint(told, machine_names())}; "
             f"a file is named with its path, ./{told}.toml"
         )
     return FOLDER / f"{told}.toml"
@@ -110,27 +171,28 @@ def _tables(path: Path) -> dict[str, Any]:
         raise ConfigError(str(error).replace("the configuration", "the machine file", 1)) from None
 
 
-def _hint(name: str, known: Any, only: bool = False) -> str:
-    """`; nearest is ...`, or all there are; with `only` the first or nothing."""
+def _hint(name: str, known: Any) -> str:
+    """`; nearest is ...`, or all there are."""
     from offloadz.config.values import nearest
 
     guess = nearest(name, known)
-    return f"; nearest is {guess}" if guess else "" if only else f"; there are {', '.join(known)}"
+    return f"; nearest is {guess}" if guess else f"; there are {', '.join(known)}"
 
 
 def _known(table: object, section: str, path: Path) -> Mapping[str, Any]:
     """The table, once all its keys are known ones."""
     if not isinstance(table, Mapping):
         raise ConfigError(f"{path}: {section} needs a table, found {table!r}")
+    keys = {**UNITS.get(section, {}), **_WORDS[section]}
     for key in table:
-        if key not in _KEYS[section]:
+        if key not in keys:
             where = f"{section}.{key}" if section else key
-            raise ConfigError(f"{path}: unknown key {where}{_hint(key, _KEYS[section])}")
+            raise ConfigError(f"{path}: unknown key {where}{_hint(key, keys)}")
     return table
 
 
-def _text(table: Mapping[str, Any], key: str, path: Path, default: str) -> str:
-    value = table.get(key, default)
+def _text(table: object, key: str, path: Path, default: str) -> str:
+    value = table.get(key, default) if isinstance(table, Mapping) else default
     if not isinstance(value, str):
         raise ConfigError(f"{path}: {key} needs text, found {value!r}")
     return value
@@ -141,43 +203,74 @@ def _figures(table: object, section: str, path: Path, default: str) -> dict[str,
     known = _known(table, section, path)
     source = _text(known, "source", path, default)
     return {
-        key: _figure(value, key, f"{path}: {section}.{key}", source)
-        for key, value in known.items()
-        if key not in ("source", "model", "path")
+        key: _figure(known[key], unit, f"{path}: {section}.{key}", source)
+        for key, unit in UNITS[section].items()
+        if key in known
     }
 
 
-def _figure(value: Any, key: str, where: str, source: str) -> Figure:
+def _figure(value: Any, unit: str, where: str, source: str) -> Figure:
     if isinstance(value, Mapping):
         if set(value) - {"value", "source"} or "value" not in value or not isinstance(value.get("source", ""), str):
             raise ConfigError(f'{where} needs {{ value = ..., source = "..." }}, found the keys {", ".join(value)}')
         value, source = value["value"], value.get("source", source)
     try:
-        return Figure(number(value, key), source)
+        return Figure(number(value, unit), source)
     except ValueError as error:
         raise ConfigError(f"{where} = {value!r}: {error}") from None
 
 
-def number(value: Any, key: str) -> float:
-    """A figure above zero as the key takes it: text with a unit only for bytes and bytes/s; ValueError says what is
-    needed."""
-    from offloadz.config.values import parse_bytes
+WITH_UNIT = {BYTES: "64GB", RATE: "7GB/s", FLOPS: "165TFLOPS"}
+"""Units that a figure may be told in, with an example; without one it counts single bytes and operations."""
 
-    takes_unit = key not in ("cores", "device", "cpu")
-    if isinstance(value, str) and takes_unit:
-        return float(parse_bytes(value.strip().removesuffix("/s")))
-    whole = key in ("cores", "memory", "size", "endurance")
+
+def number(value: Any, unit: str) -> float:
+    """A figure above zero in `unit`, a number or text with its unit; ValueError says what is needed."""
+    if isinstance(value, str) and unit in WITH_UNIT:
+        value = _with_unit(value, unit)
+    whole = unit in (COUNT, BYTES)
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-        unit = ', or text with a unit such as "64GB"' if takes_unit else ""
-        raise ValueError(f"needs a number above 0{unit}")
-    if (whole and value < 1) or (key == "cores" and value != int(value)):
+        more = f', or text with a unit such as "{WITH_UNIT[unit]}"' if unit in WITH_UNIT else ""
+        raise ValueError(f"needs a number above 0 ({unit}){more}")
+    if (whole and value < 1) or (unit == COUNT and value != int(value)):
         raise ValueError("needs a whole number from 1 on")
     return float(value)
 
 
+def _with_unit(text: str, unit: str) -> float:
+    from offloadz.config.values import parse_bytes
+
+    if unit == FLOPS:
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([GTP])FLOPS?(?:/s)?\s*", text, re.IGNORECASE)
+        if found is None:
+            raise ValueError(f'needs operations a second, such as "{WITH_UNIT[FLOPS]}" or 1.65e14')
+        return float(found[1]) * {"G": 1e9, "T": 1e12, "P": 1e15}[found[2].upper()]
+    size, slash, per = text.strip().partition("/")
+    if slash and (per != "s" or unit != RATE):
+        raise ValueError(f'needs {unit}, such as "{WITH_UNIT[unit]}"')
+    return float(parse_bytes(size))
+
+
+def _card(table: object, path: Path, default: str) -> dict[str, Figure]:
+    """The figures of a GPU and its link by their names in `Machine.rates`, its memory apart."""
+    own = _figures(table, "gpu", path, default)
+    model, link = (_text(table, key, path, "") for key in ("model", "link"))
+    found = part("link", link, f"{path}: gpu.link =") if link else {}
+    if model in part_names("gpu") or (model and not own):
+        found |= part("gpu", model, f"{path}: gpu.model =")
+    found |= own
+    for key in ("memory", "eager", "float32", "h2d", "d2h"):
+        if key not in found:
+            raise ConfigError(f"{path}: gpu.{key} is needed; or name a model and a link of the catalogue")
+    return {GPU_MEMORY if key == "memory" else key: figure for key, figure in found.items()}
+
+
 def _drive_of(drives: object, path: Path, default: str, swap: Sequence[Path]) -> tuple[Drive | None, dict[str, Figure]]:
     """The drive that holds `swap`, with its figures: the one with the longest path above it, or one without a path;
-    several that hold a share each are told as one."""
+    several that hold a share each are told as one.
+
+    Drives without a path take the swap paths that lie below none, one each, in their order; the last takes the rest.
+    """
     if not isinstance(drives, list):
         raise ConfigError(f"{path}: drive needs tables [[drive]], found {drives!r}")
     found = []
@@ -185,22 +278,18 @@ def _drive_of(drives: object, path: Path, default: str, swap: Sequence[Path]) ->
         known = _known(table, "drive", path)
         model, place = (_text(known, key, path, "") for key in ("model", "path"))
         figures = _figures(known, "drive", path, default)
-        if model in (rated := _tables(DRIVES)):
-            figures = {**_figures(rated[model], "drive", DRIVES, UNVERIFIED), **figures}
-        elif model and not figures:
-            hint = _hint(model, rated)
-            raise ConfigError(f"{path}: drive.model = {model!r} has no figures and is not in the catalogue{hint}")
+        if model in part_names("drive") or (model and not figures):
+            figures = {**part("drive", model, f"{path}: drive.model ="), **figures}
         name = model or place or f"drive {index + 1} of {path.name}"
         found.append((place, _drive(name, figures), figures))
-    if sum(not place for place, _, _ in found) > 1:
-        raise ConfigError(f"{path}: {len(found)} drives, and more than one without a path; give each its path")
+    free = [index for index, (place, _, _) in enumerate(found) if not place]
     chosen = {}
     for one in swap or [Path("/")]:
-        held = [drive for drive in found if not drive[0] or _holds(Path(drive[0]), one)]
-        if not held:
+        held = [index for index, (place, _, _) in enumerate(found) if place and _holds(Path(place), one)]
+        if not held and not free:
             return None, {}
-        place, drive, figures = max(held, key=lambda drive: len(drive[0]))
-        chosen[place] = (drive, figures)
+        best = max(held, key=lambda index: len(found[index][0])) if held else free.pop(0) if free[1:] else free[0]
+        chosen[best] = found[best][1:]
     return _together(list(chosen.values()))
 
 
@@ -212,15 +301,16 @@ def _together(drives: Sequence[tuple[Drive, dict[str, Figure]]]) -> tuple[Drive,
     """Drives that hold a share each, by their speed, as one: what one of them is first to be full, slow or worn of."""
     if len(drives) == 1:
         return drives[0]
-    known = all(set(LANES) <= set(figures) for _, figures in drives)
-    speeds = [1 / sum(1 / figures[key].value for key in LANES) if known else 1.0 for _, figures in drives]
+    keys = [key for key in LANES if all(key in figures for _, figures in drives)]
+    known = "read" in keys and "write" in keys
+    speeds = [1 / sum(1 / figures[key].value for key in keys[:2]) if known else 1.0 for _, figures in drives]
     shares = [speed / sum(speeds) for speed in speeds]
     lanes = {
         key: Figure(
             min(figures[key].value / share for (_, figures), share in zip(drives, shares, strict=True)),
             "; ".join(dict.fromkeys(figures[key].source for _, figures in drives)),
         )
-        for key in (LANES if known else ())
+        for key in (keys if known else ())
     }
     sizes = [drive.size_bytes for drive, _ in drives]
     lives = [drive.endurance_bytes for drive, _ in drives]
@@ -237,12 +327,13 @@ def _drive(name: str, figures: Mapping[str, Figure]) -> Drive:
 
 def _sources(lanes: Mapping[str, Figure]) -> str:
     """Each source once, with the lanes it speaks of; lanes that a file leaves out are typical."""
+    typical = [lane for lane in TYPICAL_RATES if lane not in lanes and (lane != "device" or "eager" not in lanes)]
+    return sources_told({**lanes, **dict.fromkeys(typical, Figure(0.0, UNVERIFIED))})
+
+
+def sources_told(figures: Mapping[str, Figure]) -> str:
+    """Each source once, with the figures that rest on it."""
     by_source: dict[str, list[str]] = {}
-    for lane in TYPICAL_RATES:
-        by_source.setdefault(lanes[lane].source if lane in lanes else UNVERIFIED, []).append(lane)
-    return "; ".join(_parts(by_source))
-
-
-def _parts(by_source: Mapping[str, list[str]]) -> Iterator[str]:
-    for source, lanes in by_source.items():
-        yield source if len(by_source) == 1 else f"{', '.join(lanes)}: {source}"
+    for key, figure in figures.items():
+        by_source.setdefault(figure.source, []).append(key)
+    return "; ".join(k if len(by_source) == 1 else f"{', '.join(keys)}: {k}" for k, keys in by_source.items())

@@ -1,8 +1,8 @@
 """`offloadz plan` and `offloadz show`: what a run would need and do, for people and for scripts.
 
 Both answer without importing torch and without reading a tensor.  What is printed is what `search.decide` said and
-nothing is computed here.  The trade-off: rates are typical ones until `offloadz bench` is built, so times are marked as
-such; bytes are exact for storage and a formula for computation.
+nothing is computed here.  The trade-off: rates are typical ones where no machine file names others, and times are
+marked so; bytes are exact for storage and a formula for computation.
 """
 
 from __future__ import annotations

@@ -30,6 +30,9 @@ BASELINE_BYTES = 440 << 20
 STAGING_BYTES = 16 << 20
 """Aligned buffers for rows of tables and for pieces on their way to or from files."""
 
+DRIVER_BYTES = 512 << 20
+"""What CUDA, its libraries and the allocator's rounding take of a GPU's memory: typical, unverified."""
+
 EXTRA_ROOM_BYTES = 64 << 20
 """Asked for beyond a checkpoint's tensors: tokenizer, manifest, file system."""
 
@@ -132,6 +135,8 @@ def footprint(
     main = "host" if placement.unified else "device"
     working = computation(spec, placement, batch)
     step: dict[str, dict[str, int]] = {"host": {**base, **rest["host"]}, "device": dict(rest["device"])}
+    if not placement.unified:
+        step["device"]["driver and libraries"] = DRIVER_BYTES
     for name, nbytes in slots.items():
         step[main if "compute" in name else "host"][name] = nbytes
     step[main] |= working

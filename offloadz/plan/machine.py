@@ -2,8 +2,8 @@
 
 The limits are the true ones: the smallest of the machine's memory, every control group above this process (version 1
 and 2) and the process's own limits, because whichever is smallest is the one that kills.  Left to others: machine files
-(`catalogue.py`) and measuring.  The trade-off: `probe_machine` measures nothing, so its rates are typical figures,
-marked unverified, and a time predicted from them can be off by a factor of two.
+(`catalogue.py`) and measuring (`bench/`).  The trade-off: `probe_machine` measures nothing, so its rates are typical
+figures, marked unverified, and a time predicted from them can be off by a factor of two.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import platform
 import resource
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 NO_LIMIT = 1 << 60  # version 1 writes 2^63 rounded to a page for "no limit"; no box has an exbibyte
@@ -27,6 +27,9 @@ TYPICAL_RATES: Mapping[str, float] = {
     "disk_read": 1.5e9,
     "disk_write": 1.2e9,
 }
+
+COMPUTING = ("float32", "eager", "compile", "liger")
+"""Rates of computation in float32, and in bfloat16 by kernels; they go before `device`, which tells neither."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +62,9 @@ class Machine:
 
     `device_bytes` is the compute device's memory; on a box without a GPU the device *is* the host (`unified`) and both
     figures are one pool.  `rates` is by lane: flop/s for "device", parameters/s for "cpu", bytes/s for the others;
-    `rates_source` says where they come from.
+    `rates_source` says where they come from.  More may be known: rates of computation by dtype and kernels
+    (`COMPUTING`), of the update by format ("cpu_bf16", "cpu_int8", "cpu_int8_sr"), of the GPU's own memory
+    ("bandwidth"), and of what lanes share ("memory_shared", "disk_both").
     """
 
     name: str
@@ -72,6 +77,19 @@ class Machine:
     rates: Mapping[str, float] = field(default_factory=lambda: dict(TYPICAL_RATES))
     rates_source: str = UNVERIFIED
     drive: Drive | None = None
+    gpu: str = ""
+    """The GPU of the box, whether or not it is what computes."""
+
+    def computing(self, dtype: str, kernels: str) -> Machine:
+        """The same box with the rate of its device for blocks in `dtype` by `kernels` (auto: eager)."""
+        wanted = ("float32",) if dtype == "float32" else (kernels, "eager")
+        known = [self.rates[name] for name in wanted if name in self.rates]
+        return replace(self, rates={**self.rates, "device": known[0]}) if known else self
+
+    def update_rate(self, state: str) -> tuple[float, str]:
+        """Parameters/s of an AdamW update, and the format of state they are known for: `state` if possible, or fp32."""
+        own = f"cpu_{state.replace('-', '_')}"
+        return (self.rates[own], state) if own in self.rates else (self.rates["cpu"], "fp32")
 
 
 def rates_told(rates_source: str) -> str:

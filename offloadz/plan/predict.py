@@ -2,19 +2,21 @@
 
 Two steps are walked one behind the other, as in a run; the second is the steady state, in which the updates of the step
 before run under the forward.  Costs come from the rates of a `Machine`.  The trade-off: lanes do not slow each other
-down, although on a CPU they share cores and memory; rates that were not measured can be off by a factor of two.
+down in the walk, although they share memory and drives; where their shared rate was measured it bounds the whole step
+(`shared.py`).  Rates that were not measured can be off by a factor of two.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from offloadz.plan.footprint import Batch, saved_bytes
 from offloadz.plan.machine import Machine
 from offloadz.plan.ops import LANES, Op, Program
 from offloadz.plan.passes import compiled
 from offloadz.plan.placement import Placement, accumulates
-from offloadz.plan.recipes import EXACT
+from offloadz.plan.recipes import Recipe
+from offloadz.plan.shared import shared_s
 from offloadz.plan.spec import ITEM_BYTES, ModelSpec, aligned
 from offloadz.plan.steps import Backward, Finish, Forward, Phase, Turn, build
 from offloadz.plan.timeline import Timeline, from_virtual
@@ -34,11 +36,13 @@ class Prediction:
     busy_s: dict[str, float]
     disk_read_bytes: int
     disk_written_bytes: int
+    shared_s: dict[str, float] = field(default_factory=dict)
+    """Least seconds of what several lanes share (`shared.py`)."""
 
     @property
     def bottleneck(self) -> str:
-        """The lane that is busy longest."""
-        return max(self.busy_s, key=lambda lane: self.busy_s[lane])
+        """The lane, or what lanes share, that is busy longest."""
+        return max((busy := {**self.busy_s, **self.shared_s}), key=lambda name: busy[name])
 
 
 def training_phases(spec: ModelSpec, batch: Batch) -> tuple[Phase, ...]:
@@ -71,15 +75,20 @@ class Costs:
     def __init__(self, spec: ModelSpec, placement: Placement, batch: Batch, machine: Machine) -> None:
         self.spec, self.placement, self.batch, self.rates = spec, placement, batch, machine.rates
         self.saved_bytes = saved_bytes(spec, placement, batch)
-        recipe = spec.recipe  # the rate is that of fp32 AdamW; an update is as fast as its bytes
-        self.update_cost = recipe.moved_bytes(placement.storage) / EXACT.moved_bytes(placement.storage)
+        rate, state = machine.update_rate(spec.recipe.state)  # of AdamW in a format; another is as fast as its bytes
+        moved, known = spec.recipe.moved_bytes(placement.storage), Recipe(state).moved_bytes(placement.storage)
+        self.update_s = moved / known / rate
+        self.fast = self.rates.get("bandwidth", self.rates["memory"])
+        """Bytes/s of the memory that the device computes from."""
         self.widening = 1 + (ITEM_BYTES[placement.compute] / ITEM_BYTES[placement.storage] if placement.widens else 1)
 
     def __call__(self, op: Op) -> float:
         if op.lane == "device":
             return self.device_s(op)
         if op.lane == "cpu":
-            return op.nbytes * self.update_cost / self.rates["cpu"]
+            return op.nbytes * self.update_s
+        if op.verb == "zero.g" and not self.placement.unified:
+            return op.nbytes / self.fast  # nothing comes over the bus
         return self.nbytes(op) * (self.widening / 2 if op.verb == "fetch.w" else 1.0) / self.rates[op.lane]
 
     def nbytes(self, op: Op) -> int:
@@ -104,7 +113,7 @@ class Costs:
     def device_s(self, op: Op) -> float:
         """Seconds of a computation: 2 flop per weight and token forward, 8 in a backward that recomputes first."""
         if op.verb not in ("forward", "backward") or op.unit < 0:
-            return op.nbytes * 4 / self.rates["memory"]
+            return op.nbytes * 4 / self.fast
         tokens = self.batch.tokens_per_micro
         kind = self.spec.seats[op.seat].kind
         elements = 0 if kind == "module" else op.nbytes
@@ -129,8 +138,9 @@ def predict(spec: ModelSpec, placement: Placement, batch: Batch, machine: Machin
     read = sum(costs.nbytes(op) for op in program.ops if op.lane == "disk_read")
     written = sum(costs.written_bytes(op) for op in program.ops if op.lane == "disk_write")
     busy = {lane: sum(costs(op) for op in program.ops if op.lane == lane) for lane in LANES}
-    step_s = lanes["device"].free_s - first_s
-    return Prediction(program, timeline, step_s, busy, read, written)
+    shared = shared_s(program, costs)
+    step_s = max(lanes["device"].free_s - first_s, *shared.values(), 0.0)
+    return Prediction(program, timeline, step_s, busy, read, written, shared)
 
 
 def hiding_tokens(

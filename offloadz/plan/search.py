@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
-from offloadz.plan.change import TO_DISK, Asked, smallest_change
+from offloadz.plan.change import TO_DISK, Asked, needed, smallest_change
 from offloadz.plan.change import human as human
 from offloadz.plan.copies import copies_reason, copy_choices, linked, num_kept
 from offloadz.plan.errors import ConfigError
@@ -172,7 +172,7 @@ def decide(spec: ModelSpec, machine: Machine, wishes: Wishes) -> Plan:
 
     Raises ConfigError for wishes that contradict each other.
     """
-    _check(wishes, machine)
+    _check(wishes)
     limits = _limits(machine, wishes)
     chosen, shortage = _first_that_fits(spec, machine, wishes, limits)
     plan = _describe(chosen, machine, wishes, limits, shortage)
@@ -182,16 +182,9 @@ def decide(spec: ModelSpec, machine: Machine, wishes: Wishes) -> Plan:
             return not _first_that_fits(spec, machine, wishes, _limits(machine, wishes))[1]
 
         change = smallest_change(Asked(spec, wishes), chosen.footprint.peak, fits)
-        return replace(plan, smallest_change=change or needed(chosen.footprint.peak, wishes))
+        share = MEMORY_SHARE if wishes.host_memory is None else 1.0
+        return replace(plan, smallest_change=change or needed(chosen.footprint.peak, share))
     return _timed(plan, spec, machine)
-
-
-def needed(peak: dict[str, int], wishes: Wishes) -> str:
-    """In words what a machine would need to have."""
-    share = MEMORY_SHARE if wishes.host_memory is None else 1.0
-    disk = f", {human(peak['disk'], up=True)} under offload.swap" if peak["disk"] else ""
-    room = f"{human(peak['checkpoint'], up=True)} under train.output"
-    return f"a machine with {human(int(peak['host'] / share), up=True)} of free host memory{disk} and {room}"
 
 
 def _timed(plan: Plan, spec: ModelSpec, machine: Machine) -> Plan:
@@ -207,9 +200,7 @@ def _timed(plan: Plan, spec: ModelSpec, machine: Machine) -> Plan:
     )
 
 
-def _check(wishes: Wishes, machine: Machine) -> None:
-    if machine.device != "cpu":
-        raise ConfigError(f"offload.device: a plan for {machine.device} is not built yet; needed: cpu")
+def _check(wishes: Wishes) -> None:
     for field, number in (("train.batch_size", wishes.batch_size), ("data.max_length", wishes.max_length)):
         if number < 1:
             raise ConfigError(f"{field} = {number}; needed: at least 1")
@@ -229,12 +220,15 @@ def _check(wishes: Wishes, machine: Machine) -> None:
 
 def _limits(machine: Machine, wishes: Wishes) -> dict[str, int | None]:
     """Most bytes per tier: what a user set, or a share of what is there."""
-    host = int(machine.host_bytes * MEMORY_SHARE)
-    if wishes.host_memory is not None:
-        host = min(wishes.host_memory, machine.host_bytes)
+    host, device = _most(machine.host_bytes, wishes.host_memory), _most(machine.device_bytes, wishes.device_memory)
     if machine.unified and wishes.device_memory is not None:
         host = min(host, wishes.device_memory)
-    return {"host": host, "disk": wishes.disk_free, "checkpoint": wishes.checkpoint_free}
+    tiers = {"host": host} if machine.unified else {"device": device, "host": host}
+    return {**tiers, "disk": wishes.disk_free, "checkpoint": wishes.checkpoint_free}
+
+
+def _most(total_bytes: int, told_bytes: int | None) -> int:
+    return int(total_bytes * MEMORY_SHARE) if told_bytes is None else min(told_bytes, total_bytes)
 
 
 def _first_that_fits(
@@ -270,6 +264,7 @@ def _lacking(
     fixed = [key for key in ("host_memory", "device_memory") if getattr(wishes, key) == limits["host"]]
     source = f"offload.{fixed[0]}" if fixed else f"host memory ({machine.host_source})"
     names = {"host": source, "disk": "offload.swap", "checkpoint": "train.output"}
+    names["device"] = f"the memory of {machine.gpu}"
     lacking = []
     for tier, limit in limits.items():
         if limit is not None and found.peak[tier] > limit:
@@ -335,11 +330,12 @@ def _sized(
 def _reasonable(
     spec: ModelSpec, placement: Placement, batch: Batch, wishes: Wishes, limits: dict[str, int | None]
 ) -> bool:
-    limit = limits["host"] or 0
+    tier = "host" if placement.unified else "device"
+    limit = limits[tier] or 0
     working = sum(computation(spec, placement, batch).values())
     if working > WORKING_SHARE * limit:
         return False
-    return _footprint(spec, placement, batch, wishes).peak["host"] <= limit
+    return _footprint(spec, placement, batch, wishes).peak[tier] <= limit
 
 
 def _footprint(spec: ModelSpec, placement: Placement, batch: Batch, wishes: Wishes) -> Footprint:

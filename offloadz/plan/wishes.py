@@ -14,11 +14,25 @@ from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from offloadz.plan.catalogue import LANES, catalogue_drive, number, read_machine
+from offloadz.plan.catalogue import (
+    BYTES,
+    COUNT,
+    LANES,
+    PARTS,
+    RATE,
+    TEXT,
+    UNITS,
+    Figure,
+    number,
+    read_machine,
+    with_drives,
+    with_part,
+    with_rates,
+)
 from offloadz.plan.errors import ConfigError
 from offloadz.plan.footprint import reading, score_copies
 from offloadz.plan.headers import find_directory, model_spec, read_config
-from offloadz.plan.machine import TYPICAL_RATES, Drive, Machine, probe_machine
+from offloadz.plan.machine import Drive, Machine, probe_machine
 from offloadz.plan.positions import positions_note
 from offloadz.plan.recipes import recipe_of
 from offloadz.plan.rooms import apart, drive_of, room_at, rooms_of, shared_lines
@@ -28,8 +42,15 @@ from offloadz.plan.spec import ModelSpec
 if TYPE_CHECKING:
     from offloadz.config import Config
 
-SETTABLE = ("host_memory", "disk_free", "cores", "drive", "endurance", *TYPICAL_RATES)
-"""What `offloadz plan --set` may change of the machine: its sizes, its drive, and the rates of its lanes."""
+SETTABLE = {
+    **dict.fromkeys(("host_memory", "device_memory", "disk_free", "endurance"), BYTES),
+    "cores": COUNT,
+    **dict.fromkeys(PARTS, TEXT),
+    **UNITS["rates"],
+    "bandwidth": RATE,
+    **dict.fromkeys(LANES.values(), RATE),
+}
+"""What `offloadz plan --set` may change of the machine, with its unit: sizes, parts of the catalogue, rates."""
 
 
 @dataclass(frozen=True)
@@ -63,9 +84,12 @@ def question(config: Config, machine_name: str | None = None, sets: Sequence[str
     wishes = wishes_of(config, read_config(directory))
     wishes = replace(wishes, reading_bytes=_reading_bytes(config, directory), random=model.init == "random")
     machine = asked_machine(config, machine_name)
-    machine, wishes = _changed(machine, _on_its_drive(machine, wishes, imagined=bool(machine_name)), sets)
-    notes = [note] if note else []
-    return Question(spec, machine, wishes, (*notes, *(() if machine_name else _swap_notes(config))))
+    wishes = _on_its_drive(machine, wishes, imagined=bool(machine_name))
+    machine, wishes = _changed(machine, wishes, sets, len(config.offload.swap))
+    compute = "float32" if machine.unified else spec.dtype
+    machine = machine.computing(compute, "eager" if model.kernels == "auto" else model.kernels)
+    notes = [note] if machine_name else [note, _gpu_note(machine), *_swap_notes(config)]
+    return Question(spec, machine, replace(wishes, compute=compute), tuple(filter(None, notes)))
 
 
 def _swap_notes(config: Config) -> Iterator[str]:
@@ -79,6 +103,13 @@ def _swap_notes(config: Config) -> Iterator[str]:
         yield from (f"offload.swap: {line}" for line in shared_lines(paths))
 
 
+def _gpu_note(machine: Machine) -> str:
+    """What a machine file about this box says and a run does not use."""
+    if not machine.gpu or not machine.unified:
+        return ""
+    return f"{machine.name} has a GPU ({machine.gpu}); a run computes on the CPU, as running on a GPU is not built yet"
+
+
 def _reading_bytes(config: Config, directory: Path) -> int:
     """What reading the tokenizer and the records takes, from the sizes of their files."""
     tokenizer = directory / "tokenizer.json"
@@ -90,7 +121,8 @@ def _reading_bytes(config: Config, directory: Path) -> int:
 def asked_machine(config: Config, name: str | None = None) -> Machine:
     """The box a plan is for: `name` (a file or catalogue name) as it stands; else this one.
 
-    A file of `offload.machine` says what is known of this one, so it lowers its memory and cores and never raises them.
+    A file of `offload.machine` says what is known of this one, so it lowers its memory and cores and never raises them;
+    a GPU computes in plans for another box alone, and not with `offload.device = "cpu"`.
     """
     if config.offload.device not in ("auto", "cpu"):
         raise ConfigError(f"offload.device = {config.offload.device!r} is not built yet; needed: auto or cpu")
@@ -99,10 +131,10 @@ def asked_machine(config: Config, name: str | None = None) -> Machine:
     drives = max(1, len({drive_of(path) for path in swap}))
     box = replace(box, rates={lane: r * (drives if lane in LANES.values() else 1) for lane, r in box.rates.items()})
     if name:
-        return read_machine(name, box, swap)
+        return read_machine(name, box, swap, gpu=config.offload.device == "auto")
     if told == "auto":
         return box
-    found = read_machine(told, box, swap)
+    found = read_machine(told, box, swap, gpu=False)
     if found.host_bytes > box.host_bytes:
         found = replace(found, host_bytes=box.host_bytes, device_bytes=box.host_bytes, host_source=box.host_source)
     return replace(found, cores=min(found.cores, box.cores))
@@ -154,9 +186,9 @@ def wishes_of(config: Config, model_config: dict[str, Any]) -> Wishes:
     )
 
 
-def _changed(machine: Machine, wishes: Wishes, sets: Sequence[str]) -> tuple[Machine, Wishes]:
+def _changed(machine: Machine, wishes: Wishes, sets: Sequence[str], num_paths: int) -> tuple[Machine, Wishes]:
     """The machine with `key=value` changes; raises ConfigError for an unknown key or a value that is none."""
-    from offloadz.config.values import nearest, parse_bytes
+    from offloadz.config.values import nearest
 
     for text in sets:
         key, equals, value = text.partition("=")
@@ -166,36 +198,46 @@ def _changed(machine: Machine, wishes: Wishes, sets: Sequence[str]) -> tuple[Mac
             raise ConfigError(f"--set {text!r}; needed: key=value with a key of {', '.join(SETTABLE)}{hint}")
         try:
             if key == "drive":
-                drive, rates = catalogue_drive(value)
-                machine = _rated(replace(machine, drive=drive), rates)
+                machine = with_drives(machine, _each(value.split(","), num_paths))
                 wishes = _on_its_drive(machine, wishes, imagined=True)
-            elif key in TYPICAL_RATES:
-                machine = _rated(machine, {key: number(_plain(value), key)})
+            elif key in PARTS:
+                machine = with_part(machine, key, value)
             else:
-                found = int(value) if key == "cores" else parse_bytes(value)
-                machine, wishes = _sized(machine, wishes, key, found, text)
+                found = number(value if SETTABLE[key] == BYTES else _plain(value), SETTABLE[key])
+                machine, wishes = _set(machine, wishes, key, found, f"--set {text}")
         except ValueError as error:
-            raise ConfigError(f"--set {text if key == 'cores' else key}: {error}") from None
+            raise ConfigError(f"--set {text}: {error}") from None
     return machine, wishes
 
 
-def _sized(machine: Machine, wishes: Wishes, key: str, found: int, text: str) -> tuple[Machine, Wishes]:
-    """One size set anew."""
-    if found < 1:
-        raise ValueError("needs more than 0")
+def _each(names: list[str], num_paths: int) -> list[str]:
+    """A name for each swap path."""
+    if len(names) == 1:
+        return names * max(1, num_paths)
+    if len(names) != num_paths:
+        raise ValueError(
+            f"names {len(names)} drives, offload.swap has {num_paths} paths; name one, or one for each path"
+        )
+    return names
+
+
+def _set(machine: Machine, wishes: Wishes, key: str, found: float, source: str) -> tuple[Machine, Wishes]:
+    """One figure set anew."""
     if key == "host_memory":
-        return replace(machine, host_bytes=found, device_bytes=found, host_source=f"--set {text}"), wishes
+        device = int(found) if machine.unified else machine.device_bytes
+        return replace(machine, host_bytes=int(found), device_bytes=device, host_source=source), wishes
+    if key == "device_memory":
+        if machine.unified:
+            raise ValueError(f"{machine.name} computes on its CPU: its memory is host_memory")
+        return replace(machine, device_bytes=int(found)), wishes
     if key == "cores":
-        return replace(machine, cores=found), wishes
+        return replace(machine, cores=int(found)), wishes
     if key == "disk_free":
-        return machine, _with_room(wishes, found)
-    drive = machine.drive or Drive("the drive of offload.swap")
-    return replace(machine, drive=replace(drive, endurance_bytes=found, endurance_source=f"--set {text}")), wishes
-
-
-def _rated(machine: Machine, rates: dict[str, float]) -> Machine:
-    told = machine.rates_source.removesuffix(" and --set")
-    return replace(machine, rates={**machine.rates, **rates}, rates_source=f"{told} and --set")
+        return machine, _with_room(wishes, int(found))
+    if key == "endurance":
+        drive = machine.drive or Drive("the drive of offload.swap")
+        return replace(machine, drive=replace(drive, endurance_bytes=int(found), endurance_source=source)), wishes
+    return with_rates(machine, {key: Figure(found, source)}), wishes
 
 
 def _plain(value: str) -> float | str:

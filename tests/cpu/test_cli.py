@@ -201,7 +201,9 @@ def test_a_wrong_configuration_ends_with_status_2_and_one_paragraph(tmp_path: Pa
     assert done.returncode == 2 and "Traceback" in done.stderr
 
 
-@pytest.mark.parametrize("arguments", [("bench",), ("report", "runs/a"), ("trian", "a.toml"), ("train",)])
+@pytest.mark.parametrize(
+    "arguments", [("bench", "--swap", "none"), ("report", "runs/a"), ("trian", "a.toml"), ("train",)]
+)
 def test_verbs_that_are_not_there_end_with_status_2(arguments: tuple[str, ...]) -> None:
     done = offloadz(*arguments)
     assert done.returncode == 2 and done.stderr and "Traceback" not in done.stderr

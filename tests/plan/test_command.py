@@ -90,7 +90,7 @@ def test_json_counts_the_parameters_bytes(config: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["--machine", "rtx4090"], "machine 'rtx4090' is not in the catalogue"),
+        (["--machine", "rtx4900"], "machine 'rtx4900' is not in the catalogue; nearest is rtx4090"),
         (["--set", "hostmemory=1GiB"], "--set 'hostmemory=1GiB'"),
         (["--set", "host_memory=much"], "--set host_memory"),
         (["offload.device=cuda:0"], "cuda"),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from offloadz.config import load_config
-from offloadz.plan.catalogue import DRIVES, FOLDER, catalogue_drive, machine_names, read_machine
+from offloadz.plan.catalogue import FOLDER, machine_names, part, part_names, read_machine
 from offloadz.plan.errors import ConfigError
 from offloadz.plan.machine import TYPICAL_RATES, UNVERIFIED, Machine, allowed_cores, host_limit
 from offloadz.plan.wishes import Question, question
@@ -115,12 +115,23 @@ def test_a_drive_of_the_catalogue_takes_figures_of_the_file_before_its_own(tmp_p
         ("[rates]\nmemory = true", "rates.memory = True: needs"),
         ("[rates]\ncpu = {valu = 1}", 'rates.cpu needs { value = ..., source = "..." }, found the keys valu'),
         ("[[drive]]\nread = 'fast'", "drive.read = 'fast': needs"),
-        ("[[drive]]\n[[drive]]", "2 drives, and more than one without a path"),
         ("[[drive]]\nmodel = 'samsung-990-pro'", "is not in the catalogue; nearest is samsung-990-pro-2tb"),
         ("drive = 3", "drive needs tables [[drive]], found 3"),
         ("host = 3", "host needs a table, found 3"),
         ("source = 3", "source needs text, found 3"),
-        ('device = "cuda:0"', "device = 'cuda:0': a plan for it is not built yet; needed: cpu"),
+        ('device = "cuda:0"', "unknown key device"),
+        ("[gpu]\nmodel = 'rtx409'", "gpu.model = 'rtx409' is not in the catalogue; nearest is rtx4090"),
+        (
+            "[gpu]\nmodel = 'rtx4090'\nlink = 'pcie4'",
+            "gpu.link = 'pcie4' is not in the catalogue; nearest is pcie4-x16",
+        ),
+        ("[gpu]\nmodel = 'rtx4090'", "gpu.h2d is needed"),
+        ("[gpu]\nmodel = 'of my own'\neager = 1e14", "gpu.memory is needed"),
+        ("[gpu]\neager = '5GB/s'", "gpu.eager = '5GB/s': needs operations a second"),
+        ("[host]\nmemory = '64GB/s'", "host.memory = '64GB/s': needs bytes, such as"),
+        ("[rates]\nmemory = '64GB/h'", "rates.memory = '64GB/h': needs bytes/s, such as"),
+        ("[host]\nram = 'ddr5'", "host.ram = 'ddr5' is not in the catalogue"),
+        ("[rates]\nbandwidth = 1", "unknown key rates.bandwidth"),
         ("host", "the machine file"),
     ],
 )
@@ -134,7 +145,7 @@ def test_what_is_wrong_is_named(tmp_path: Path, text: str, words: str) -> None:
 def test_names_are_of_the_catalogue_or_files_that_are_there(tmp_path: Path) -> None:
     for told, words in (
         ("latop", "nearest is laptop"),
-        ("rtx4090", "machines with a GPU are not built yet"),
+        ("rtx4900", "nearest is rtx4090"),
         ("drives", "is not in the catalogue"),
         (str(tmp_path / "none.toml"), "there is no such file"),
         (str(tmp_path), "there is no such file"),
@@ -142,23 +153,56 @@ def test_names_are_of_the_catalogue_or_files_that_are_there(tmp_path: Path) -> N
         with pytest.raises(ConfigError, match=re.escape(words)):
             read_machine(told, BOX)
     with pytest.raises(ConfigError, match="nearest is samsung-990-pro-2tb"):
-        catalogue_drive("samsung-990-pro")
+        part("drive", "samsung-990-pro", "drive")
 
 
 def test_the_catalogue_is_whole_and_names_its_sources() -> None:
     from tomllib import loads
 
-    assert machine_names() == ["cpu-2core", "laptop"]
+    boxes = {"cpu-2core", "cpu-16core", "cpu-64core", "laptop", "rtx3090", "rtx4080", "rtx4090", "rtx5090", "a6000"}
+    assert set(machine_names()) == boxes | {"a100-40", "a100-80", "h100", "h200"}
     for name in machine_names():
         found = read_machine(name, BOX)
         assert found.host_bytes != BOX.host_bytes and found.drive is not None and found.drive.size_bytes
-        assert set(loads((FOLDER / f"{name}.toml").read_text())["rates"]) == {"device", "memory", "h2d", "d2h", "cpu"}
+        assert found.unified is not ("[gpu]" in (FOLDER / f"{name}.toml").read_text())
         assert UNVERIFIED in found.rates_source
-    for name, table in loads(DRIVES.read_text()).items():
-        drive, rates = catalogue_drive(name)
-        assert table["source"] and drive.endurance_source == table["source"]
-        assert drive.size_bytes and drive.endurance_bytes and 100 < drive.endurance_bytes / drive.size_bytes < 10_000
-        assert 1e9 < rates["disk_write"] <= rates["disk_read"] < 2e10
+        assert {"memory", "cpu", "h2d", "d2h", "disk_read", "disk_write"} <= set(found.rates)
+    for kind, file in (("drive", "drives"), ("gpu", "gpus"), ("ram", "memories"), ("link", "links")):
+        for name, table in loads((FOLDER / f"parts/{file}.toml").read_text()).items():
+            assert all(figure.source for figure in part(kind, name, kind).values()) and table["source"]
+
+
+def test_parts_have_figures_that_can_be() -> None:
+    for name in part_names("drive"):
+        found = {key: figure.value for key, figure in part("drive", name, "drive").items()}
+        assert 100 < found["endurance"] / found["size"] < 10_000
+        assert 1e9 < found["write"] <= found["read"] < 2e10
+    for name in part_names("gpu"):
+        found = {key: figure.value for key, figure in part("gpu", name, "gpu").items()}
+        assert found["float32"] < found["eager"] < found["compile"] < found["liger"] < 1e15, name
+        assert 10 * GIB < found["memory"] < 200 * GIB and 5e11 < found["bandwidth"] < 1e13
+    for name in part_names("ram"):
+        found = {key: figure.value for key, figure in part("ram", name, "ram").items()}
+        assert found["cpu"] == pytest.approx(found["memory"] / 26, rel=0.02), "26 bytes a parameter"
+
+
+def test_a_box_with_a_gpu_takes_its_figures_from_its_parts(tmp_path: Path) -> None:
+    found = read_machine("rtx4090", BOX)
+    assert (found.device, found.unified, found.gpu) == ("cuda", False, "rtx4090")
+    assert found.device_bytes == int(23.52 * GIB) and found.host_bytes == 128 * GIB
+    assert (found.rates["eager"], found.rates["h2d"], found.rates["memory"]) == (1.25e14, 2.5e10, 7e10)
+    assert found.computing("bfloat16", "eager").rates["device"] == 1.25e14
+    assert (
+        found.computing("bfloat16", "liger").rates["device"] == found.rates["liger"] > found.rates["compile"] > 1.25e14
+    )
+    assert found.computing("float32", "eager").rates["device"] == found.rates["float32"] < 1e14
+    own = written(tmp_path, '[gpu]\nmodel = "rtx4090"\nlink = "pcie3-x16"\neager = 1e14\nmemory = "20GiB"\nd2h = 9e9\n')
+    found = read_machine(own, BOX)
+    assert (found.rates["eager"], found.device_bytes, found.rates["h2d"]) == (1e14, 20 * GIB, 1.23e10)
+    assert (found.rates["d2h"], found.rates["cpu"], found.host_bytes) == (9e9, TYPICAL_RATES["cpu"], BOX.host_bytes)
+    cpu = read_machine("rtx4090", BOX, gpu=False)
+    assert (cpu.device, cpu.unified, cpu.gpu, cpu.device_bytes) == ("cpu", True, "rtx4090", 128 * GIB)
+    assert cpu.rates["device"] == 1.2e12 and "eager" not in cpu.rates and "bandwidth" not in cpu.rates
 
 
 @pytest.fixture
@@ -223,15 +267,65 @@ def test_settings_come_after_the_machine(config: Path, tmp_path: Path) -> None:
     assert found.drive is not None and (found.drive.name, found.rates["disk_read"]) == ("crucial-t700-2tb", 1.24e10)
 
 
+def test_settings_may_name_parts(config: Path) -> None:
+    """Each part of the catalogue, and a box that gets a GPU."""
+    sets = ("ram=ddr4-3200-2ch", "gpu=rtx3090", "link=pcie3-x16", "device_memory=20GiB", "liger=70TFLOPS")
+    found = asked(config, machine="rtx4090", sets=sets).machine
+    assert (found.gpu, found.device_bytes, found.host_bytes) == ("rtx3090", 20 * GIB, 128 * GIB)
+    assert (found.rates["memory"], found.rates["h2d"], found.rates["liger"]) == (4.3e10, 1.23e10, 7e13)
+    assert found.rates["device"] == found.rates["eager"] == 5.46e13
+    found = asked(config, machine="cpu-16core", sets=("gpu=rtx5090",)).machine
+    assert (found.device, found.rates["h2d"], found.rates["memory"]) == ("cuda", 2.5e10, 7e10)
+    found = asked(config, machine="rtx4090", sets=("device=99TFLOPS",)).machine
+    assert found.rates["device"] == 9.9e13, "whatever is computed in"
+
+
+def test_each_swap_path_has_a_drive(config: Path, tmp_path: Path) -> None:
+    """Drives without a path take the swap paths in their order; several count as one with a share on each."""
+    one, two = "samsung-970-evo-plus-1tb", "crucial-t700-2tb"
+    drives = f'[[drive]]\nmodel = "{one}"\n[[drive]]\nmodel = "{two}"\n'
+    told, both = written(tmp_path, drives), f"offload.swap=['{tmp_path}/swap','{tmp_path}/more','{tmp_path}/most']"
+    slow = part("drive", one, "drive")
+    found = asked(config, machine=told).machine
+    assert found.drive is not None and (found.drive.name, found.rates["disk_write"]) == (one, slow["write"].value)
+    found = asked(config, both, machine=told).machine
+    assert found.drive is not None and found.drive.name == f"{one} + {two}" and found.drive.size_bytes == 3 * 10**12
+    assert found.rates["disk_write"] > 6 * slow["write"].value, "each has a share by its speed"
+    pair = asked(config, both, machine="rtx4090", sets=(f"drive={two}",))
+    assert pair.machine.drive is not None and round(pair.machine.drive.endurance_bytes or 0, -3) == 3600 * 10**12
+    assert pair.machine.rates["disk_read"] == pytest.approx(3 * 12.4e9) and pair.wishes.disk_free == 6 * 10**12
+    mixed = asked(config, both, machine="rtx4090", sets=(f"drive={one},{two},{two}",)).machine
+    assert mixed.drive is not None and mixed.drive.name == f"{one} + {two} + {two}"
+
+
+def test_a_gpu_computes_in_plans_for_another_box_alone(config: Path) -> None:
+    there, here = asked(config, machine="rtx4090"), asked(config, "offload.machine=rtx4090")
+    assert there.wishes.compute == "bfloat16" and not there.answer().placement.unified and not there.notes
+    assert here.wishes.compute == "float32" and here.answer().placement.unified
+    assert here.notes == (
+        "rtx4090 has a GPU (rtx4090); a run computes on the CPU, as running on a GPU is not built yet",
+    )
+    cpu = asked(config, "offload.device=cpu", machine="rtx4090")
+    assert cpu.machine.unified and cpu.machine.rates["device"] == 1.2e12
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
         ("endurence=1TB", "nearest is endurance"),
-        ("endurance=600", "--set endurance: needs a size with a unit"),
-        ("cores=0", "--set cores=0: needs more than 0"),
-        ("cpu=-1", "--set cpu: needs a number above 0"),
-        ("cpu=nan", "--set cpu: needs a number above 0"),
-        ("drive=samsung", "--set drive: drive 'samsung' is not in the catalogue"),
+        ("endurance=600", "--set endurance=600: needs a size with a unit"),
+        ("host_memory=64GiB/s", "--set host_memory=64GiB/s: needs bytes, such as"),
+        ("cores=0", "--set cores=0: needs a number above 0"),
+        ("cores=1.5", "--set cores=1.5: needs a whole number"),
+        ("cpu=-1", "--set cpu=-1: needs a number above 0"),
+        ("cpu=nan", "--set cpu=nan: needs a number above 0"),
+        ("device=7GB/s", "--set device=7GB/s: needs operations a second"),
+        ("drive=crucial-t700-2tb,crucial-t700-2tb", "names 2 drives, offload.swap has 1 paths; name one, or one for"),
+        ("drive=samsung", "--set drive=samsung: drive 'samsung' is not in the catalogue"),
+        ("gpu=rtx409", "--set gpu=rtx409: gpu 'rtx409' is not in the catalogue; nearest is rtx4090"),
+        ("hostmemory=64GiB", "nearest is host_memory"),
+        ("link=pcie3-x16", "computes on its CPU; name its GPU first"),
+        ("device_memory=8GiB", "computes on its CPU: its memory is host_memory"),
     ],
 )
 def test_settings_that_are_wrong_are_named(config: Path, text: str, words: str) -> None:

@@ -1,0 +1,65 @@
+"""A figure from several rounds: its median, and how far the rounds lie apart.
+
+The trade-off: three to five rounds, so that all of a bench ends within two minutes; their spread says whether the
+machine was left alone meanwhile, which a single best value would hide.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+
+SPIN_S = 0.02
+"""Threads of torch's team look for work that long after a call; ours would share the cores with them."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much a bench moves; the defaults take 15 s on two cores and one drive of 3 GB/s."""
+
+    rounds: int = 6
+    tokens: int = 1024
+    hidden: int = 2048
+    inner: int = 5632
+    """Products of `tokens` rows with the matrices of a block of this width."""
+    product_s: float = 0.5
+    """Most seconds of a round of products: where they are slower, fewer rows are taken."""
+    elements: int = 32 << 20
+    """Parameters of an update."""
+    copy_bytes: int = 256 << 20
+    extent_bytes: int = 128 << 20
+    num_extents: int = 8
+    """Extents written and read in each swap path."""
+
+    @property
+    def disk_bytes(self) -> int:
+        """Room that a swap path needs."""
+        return self.extent_bytes * self.num_extents
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A rate, and the distance between its largest and smallest round as a share of it."""
+
+    value: float
+    spread: float
+
+
+def measured(rate: Callable[[], float], num_rounds: int) -> Measured:
+    """The median of `num_rounds` rates; a round before them warms up and does not count."""
+    rate()
+    found = []
+    for _ in range(num_rounds):
+        time.sleep(SPIN_S)
+        found.append(rate())
+    middle = median(found)
+    return Measured(middle, (max(found) - min(found)) / middle)
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """How long `work` takes, never 0."""
+    begin = time.perf_counter()
+    work()
+    return max(time.perf_counter() - begin, 1e-9)
