@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from offloadz.plan.ops import Op, Program
 from offloadz.plan.placement import Placement
 from offloadz.plan.shapes import ParamInfo, TableInfo, make_spec
-from offloadz.plan.spec import ModelSpec
+from offloadz.plan.spec import PAGE_BYTES, ModelSpec
 from offloadz.plan.steps import Backward, Finish, Forward, Phase, Turn, Updates, build
 
 Identity = tuple[object, ...]
@@ -102,3 +102,8 @@ def meaning(program: Program) -> Meaning:
     for op in program.ops:
         found.run(op)
     return found
+
+
+def stagger_bytes(spec: ModelSpec) -> int:
+    """What the stagger of its arrays adds to the state of a model whose parts all fill whole pages: a page a part."""
+    return PAGE_BYTES * sum(len(unit.trained_parts) for unit in spec.units)
