@@ -1,4 +1,4 @@
-"""Curves of a benchmark as a picture: one panel per list of named lines.  matplotlib draws (extra `bench`)."""
+"""Curves of a benchmark as a picture: one panel per list of named lines.  matplotlib draws (extra `report`)."""
 
 from __future__ import annotations
 

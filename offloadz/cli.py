@@ -164,9 +164,16 @@ def export(
 
 
 @verb
-def report(run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]) -> int:
-    """One HTML file about a run (not built yet)."""
-    raise ConfigError(f"`offloadz report` is not built yet; {run}/metrics.jsonl and TensorBoard have the figures")
+def report(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")],
+    out: Annotated[
+        Path | None, typer.Option("-o", "--out", metavar="FILE", help="The page; default: report.html in RUN.")
+    ] = None,
+) -> int:
+    """One HTML page about a run: curves, memory and lanes measured beside predicted; needs no network."""
+    from offloadz.report.page import report_command
+
+    return int(report_command(run, out))
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -31,7 +31,7 @@ from offloadz.model.stage import Stage
 from offloadz.model.tables import TableSeat
 from offloadz.plan.errors import ConfigError
 from offloadz.plan.ops import LANES, Op
-from offloadz.runtime.meter import process_bytes
+from offloadz.runtime.meter import held_bytes, process_bytes
 from offloadz.runtime.session import Session
 
 Batch = Mapping[str, Any]
@@ -281,18 +281,18 @@ class Run:
         self.stage.touched.clear()
 
     def _note_times(self) -> None:
-        report, before, began_s = self.report, self._before, self._began_s
+        report, before, began_s, disk = self.report, self._before, self._began_s, self.session.room.disk
         self._mark()
         since = {name: self._before[name] - before.get(name, 0.0) for name in self._before}
         memory = process_bytes()
-        report.step_s = self._began_s - began_s
-        report.wait_s = since["wait"]
+        report.step_s, report.wait_s = self._began_s - began_s, since["wait"]
         report.busy_s = {lane: since.get(lane, 0.0) for lane in LANES}
         report.bottleneck = max(report.busy_s, key=lambda lane: report.busy_s[lane])
         report.bytes = {
             "device_peak": 0,  # the compute device is the CPU, whose memory is the host's
-            "host_peak": memory["peak"],
+            **{f"host_{name}": memory[name] for name in ("peak", "resident")},
             "locked": memory["locked"],
+            "disk_held": held_bytes(disk.path) if disk else 0,
             "disk_read": int(since["bytes_read"]),
             "disk_written": int(since["bytes_written"]),
         }

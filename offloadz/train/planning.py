@@ -24,12 +24,15 @@ from offloadz.plan.vocabulary import table_rows
 from offloadz.plan.wishes import question
 from offloadz.runtime.threads import MAX_THREADS, update_threads
 from offloadz.train.batches import Loader
-from offloadz.train.data import Dataset, load_both
+from offloadz.train.data import Dataset, load_both, marked_pieces
 from offloadz.train.sampling import Prompts
 from offloadz.train.templates import ChatTemplate
 
 if TYPE_CHECKING:
     from offloadz.config import Config, ModelConfig
+
+NUM_SHOWN, SHOWN_CHARACTERS = 3, 4000
+"""Samples that a run leaves to be looked at, and most characters of each."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,14 @@ class Task:
     num_steps: int
     prompts: Prompts | None = None
     """What is asked between steps."""
+    shown: tuple[dict[str, Any], ...] = ()
+    """The first samples as text in runs of (text, trained), as `offloadz data` prints them."""
+
+    def to_json(self) -> dict[str, Any]:
+        """What `data.json` holds, so that a report needs neither the records nor the tokenizer."""
+        audits = {"train": self.samples.audit, "evaluation": self.evaluation.audit if self.evaluation else None}
+        told = {name: audit and {"files": audit.files, "lines": audit.lines()} for name, audit in audits.items()}
+        return {"num_steps": self.num_steps, **told, "samples": self.shown}
 
 
 def read_tokenizer(config: Config) -> tuple[Any, int]:
@@ -91,7 +102,21 @@ def read_task(config: Config) -> Task:
             f"optimizer.warmup is {config.optimizer.warmup:g} steps, the run has {num_steps}; "
             "lower it or raise train.epochs"
         )
-    return Task(samples, evaluation, num_steps, _prompts(config, samples.template, vocab_size))
+    shown = tuple(shown_sample(samples, index, tokenizer) for index in range(min(NUM_SHOWN, len(samples))))
+    return Task(samples, evaluation, num_steps, _prompts(config, samples.template, vocab_size), shown)
+
+
+def shown_sample(samples: Dataset, index: int, tokenizer: Any) -> dict[str, Any]:
+    """A sample for the eyes of a user: where it stands, its tokens, and its text up to `SHOWN_CHARACTERS`."""
+    ids, targets = samples[index]
+    pieces, left = [], SHOWN_CHARACTERS
+    for text, trained in marked_pieces(samples, index, tokenizer):
+        pieces.append((text[:left], trained))
+        left -= len(text)
+        if left <= 0:
+            break
+    counts = {"num_tokens": len(ids), "num_trained": int(targets.sum())}
+    return {"place": samples.source(index), **counts, "pieces": pieces, "cut": left < 0}
 
 
 def _prompts(config: Config, template: ChatTemplate | None, vocab_size: int) -> Prompts | None:

@@ -202,7 +202,7 @@ def test_a_wrong_configuration_ends_with_status_2_and_one_paragraph(tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    "arguments", [("bench", "--swap", "none"), ("report", "runs/a"), ("trian", "a.toml"), ("train",)]
+    "arguments", [("bench", "--swap", "none"), ("report", "runs/none"), ("trian", "a.toml"), ("train",)]
 )
 def test_verbs_that_are_not_there_end_with_status_2(arguments: tuple[str, ...]) -> None:
     done = offloadz(*arguments)

@@ -1,0 +1,112 @@
+"""Was the plan right: what it said beside what a run measured, and which lane it was wrong about.
+
+Takes the object of `plan.json` and lines of `metrics.jsonl`, so a run can ask it about itself and a report about any
+run.  A measured time is the median of the steady steps.  The trade-off: the first step of each start and skipped steps
+are left out, because they update nothing or load first; a run of a few steps therefore gets no verdict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from offloadz.plan.ops import LANES
+
+TOLERANCE = 0.15
+"""How far off, as a share of what was predicted, is said to be off."""
+
+LEAST_STEPS = 3
+"""Steady steps that a verdict needs."""
+
+SMALL = 0.05
+"""A lane that is wrong by less than this share of the step changes nothing that a user would notice."""
+
+PHASES_MEASURED = ("data", "load", "step", "save")
+"""What has happened by the time the last line is written: the export comes after it."""
+
+Line = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A figure of the plan beside the measured one, both in `unit` (`s`, `bytes`, `tokens` or `tokens/s`)."""
+
+    name: str
+    predicted: float
+    measured: float
+    unit: str
+
+    @property
+    def ratio(self) -> float | None:
+        """Measured over predicted; None where nothing was predicted."""
+        return self.measured / self.predicted if self.predicted > 0 else None
+
+    @property
+    def off(self) -> bool:
+        """Whether it is off by more than `TOLERANCE`."""
+        return abs(self.measured - self.predicted) > TOLERANCE * self.predicted
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """All that can be compared.  `lanes`: busy seconds of a step, without those that did and were to do nothing."""
+
+    step: Compared
+    figures: tuple[Compared, ...]
+    """Tokens (a plan counts full rows), bytes written, peaks of memory."""
+    lanes: tuple[Compared, ...]
+    num_steps: int
+    """Steady steps behind it."""
+
+    def matters(self, lane: Compared) -> bool:
+        """Whether a lane is off, and by enough to show in the step."""
+        return lane.off and abs(lane.measured - lane.predicted) > SMALL * self.step.predicted
+
+    @property
+    def misrated(self) -> Compared | None:
+        """Of the lanes that matter the one that is wrong by the most seconds."""
+        found = [lane for lane in self.lanes if self.matters(lane)]
+        return max(found, key=lambda lane: abs(lane.measured - lane.predicted), default=None)
+
+
+def steady(lines: Sequence[Line], firsts: Collection[int] = ()) -> list[Line]:
+    """The lines of steps that are like most: not skipped, and not the first of a start (`firsts`, and the first)."""
+    steps = [line for line in lines if "step_s" in line]
+    without = {*firsts, *(line["step"] for line in steps[:1])}
+    return [line for line in steps if not line.get("skipped") and line["step"] not in without]
+
+
+def verdict(plan: Mapping[str, Any], lines: Sequence[Line], firsts: Collection[int] = ()) -> Verdict | None:
+    """The plan beside the measured steps; None where fewer than `LEAST_STEPS` of them are steady.
+
+    `plan` is `plan.json`, `lines` are those of `metrics.jsonl`, `firsts` the first step after each start.
+    """
+    usual = steady(lines, firsts)
+    if len(usual) < LEAST_STEPS:
+        return None
+    step_s = median(line["step_s"] for line in usual)
+    busy = {lane: median(line["busy_s"].get(lane, 0.0) for line in usual) for lane in LANES}
+    told = {lane: float(plan["busy_s"].get(lane, 0.0)) for lane in LANES}
+    lanes = tuple(Compared(lane, told[lane], busy[lane], "s") for lane in LANES if told[lane] or busy[lane])
+    step = Compared("step time", float(plan["step_s"]), step_s, "s")
+    return Verdict(step, tuple(_figures(plan, lines, usual)), lanes, len(usual))
+
+
+def _figures(plan: Mapping[str, Any], lines: Sequence[Line], usual: Sequence[Line]) -> Iterator[Compared]:
+    """What is no time: speed as the user sees it, bytes written, the peak of each tier that was measured."""
+    full = float(plan["tokens_per_s"]) * float(plan["step_s"])
+    yield Compared("tokens in a step", full, median(line["tokens"] for line in usual), "tokens")
+    speed = median(line["tokens_per_s"] for line in usual)
+    yield Compared("tokens per second", float(plan["tokens_per_s"]), speed, "tokens/s")
+    written = median(line["bytes"]["disk_written"] for line in usual)
+    if plan["disk_written_per_step"] or written:
+        yield Compared("written to disk per step", float(plan["disk_written_per_step"]), written, "bytes")
+    for tier, key in (("host", "host_peak"), ("device", "device_peak"), ("disk", "disk_held")):
+        found = [line["bytes"][key] for line in lines if key in line.get("bytes", {})]
+        predicted = max(plan["bytes"][tier][phase] for phase in PHASES_MEASURED)
+        if found and (predicted or max(found)):
+            yield Compared(
+                f"{tier} memory" if tier != "disk" else "held on disk", float(predicted), max(found), "bytes"
+            )

@@ -1,0 +1,71 @@
+"""The plan beside what was measured: what counts as off, which lane is named, which steps are left out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from offloadz.plan.ops import LANES
+from offloadz.plan.verdict import LEAST_STEPS, Compared, steady, verdict
+
+PHASES = {"data": 50, "load": 60, "step": 100, "save": 70, "export": 500}
+PLAN: dict[str, Any] = {
+    "step_s": 10.0, "tokens_per_s": 100.0, "disk_written_per_step": 0,
+    "busy_s": {"device": 8.0, "cpu": 1.0, "disk_read": 4.0, "disk_write": 0.01, "net": 0},
+    "bytes": {"device": dict.fromkeys(PHASES, 0), "host": PHASES, "disk": PHASES},
+}  # fmt: skip
+
+
+def line(step: int, step_s: float = 10.0, host_peak: int = 100, skipped: bool = False, **busy: float) -> dict[str, Any]:
+    told = {**dict.fromkeys(LANES, 0.0), "device": 8.0, "cpu": 1.0, "disk_read": 4.0, "disk_write": 0.01, **busy}
+    moved = {"device_peak": 0, "host_peak": host_peak, "disk_written": 0}
+    return {"step": step, "step_s": step_s, "tokens": 1000, "tokens_per_s": 1000 / step_s, "busy_s": told,
+            "bytes": moved, "skipped": skipped}  # fmt: skip
+
+
+def test_a_right_plan_is_called_right() -> None:
+    found = verdict(PLAN, [line(step) for step in range(1, 6)])
+    assert found is not None and found.num_steps == 4
+    assert not found.step.off and found.misrated is None and not any(one.off for one in found.figures)
+    assert [lane.name for lane in found.lanes] == ["device", "cpu", "disk_read", "disk_write"]  # the others do nothing
+    assert {one.name for one in found.figures} == {"tokens in a step", "tokens per second", "host memory"}
+
+
+@pytest.mark.parametrize(("measured", "off"), [(11.4, False), (11.6, True), (8.6, False), (8.4, True)])
+def test_more_than_15_percent_is_off(measured: float, off: bool) -> None:
+    assert Compared("step time", 10.0, measured, "s").off is off
+    found = verdict(PLAN, [line(step, measured) for step in range(1, 6)])
+    assert found is not None and found.step.off is off
+
+
+def test_the_lane_that_is_wrong_by_the_most_seconds_is_named() -> None:
+    lines = [line(step, 14.0, disk_read=12.0, cpu=2.0, disk_write=0.1) for step in range(1, 6)]
+    found = verdict(PLAN, lines)
+    assert found is not None and found.misrated is not None
+    assert (found.misrated.name, found.misrated.ratio) == ("disk_read", 3.0)
+    small = next(lane for lane in found.lanes if lane.name == "disk_write")
+    assert small.off and not found.matters(small)  # ten times too long, and a hundredth of the step
+
+
+def test_a_lane_nobody_foresaw_is_named() -> None:
+    found = verdict(PLAN, [line(step, net=3.0) for step in range(1, 6)])
+    assert found is not None and found.misrated is not None
+    assert found.misrated.name == "net" and found.misrated.ratio is None
+
+
+def test_a_peak_is_held_to_the_phases_that_have_been() -> None:
+    """11 % more than the largest of them shows; the export's peak is no excuse."""
+    found = verdict(PLAN, [line(step, host_peak=111) for step in range(1, 6)])
+    assert found is not None
+    host = next(one for one in found.figures if one.name == "host memory")
+    assert (host.predicted, host.measured) == (100, 111) and host.ratio == pytest.approx(1.11)
+
+
+def test_only_steady_steps_count() -> None:
+    lines = [line(1, 99.0), line(2), line(3, 99.0, skipped=True), line(4), line(5, 99.0), line(6)]
+    evaluation = {"step": 6, "eval_loss": 1.0, "eval_tokens": 5}
+    assert [found["step"] for found in steady([*lines, evaluation], firsts=[1, 5])] == [2, 4, 6]
+    found = verdict(PLAN, [*lines, evaluation], firsts=[1, 5])
+    assert found is not None and found.step.measured == 10.0
+    assert verdict(PLAN, lines[:LEAST_STEPS], firsts=[]) is None
