@@ -54,8 +54,10 @@ class Verdict:
     """All that can be compared.  `lanes`: busy seconds of a step, without those that did and were to do nothing."""
 
     step: Compared
+    tokens: Compared
+    """Of a step: a plan counts full rows."""
     figures: tuple[Compared, ...]
-    """Tokens (a plan counts full rows), bytes written, peaks of memory."""
+    """Tokens per second, bytes written, peaks of memory."""
     lanes: tuple[Compared, ...]
     num_steps: int
     """Steady steps behind it."""
@@ -66,8 +68,15 @@ class Verdict:
 
     @property
     def misrated(self) -> Compared | None:
-        """Of the lanes that matter the one that is wrong by the most seconds."""
+        """Of the lanes that matter the one that is wrong by the most seconds, whatever its step was made of.
+
+        Where a step had fewer tokens than the plan counts, a lane that was busy for less may still be rated rightly,
+        and one that was busy for longer cannot be; with more tokens it is the other way round.
+        """
+        lighter = self.tokens.measured < self.tokens.predicted
         found = [lane for lane in self.lanes if self.matters(lane)]
+        if self.tokens.off:
+            found = [lane for lane in found if (lane.measured > lane.predicted) == lighter]
         return max(found, key=lambda lane: abs(lane.measured - lane.predicted), default=None)
 
 
@@ -91,13 +100,13 @@ def verdict(plan: Mapping[str, Any], lines: Sequence[Line], firsts: Collection[i
     told = {lane: float(plan["busy_s"].get(lane, 0.0)) for lane in LANES}
     lanes = tuple(Compared(lane, told[lane], busy[lane], "s") for lane in LANES if told[lane] or busy[lane])
     step = Compared("step time", float(plan["step_s"]), step_s, "s")
-    return Verdict(step, tuple(_figures(plan, lines, usual)), lanes, len(usual))
+    full = float(plan["tokens_per_s"]) * float(plan["step_s"])
+    tokens = Compared("tokens in a step", full, median(line["tokens"] for line in usual), "tokens")
+    return Verdict(step, tokens, tuple(_figures(plan, lines, usual)), lanes, len(usual))
 
 
 def _figures(plan: Mapping[str, Any], lines: Sequence[Line], usual: Sequence[Line]) -> Iterator[Compared]:
     """What is no time: speed as the user sees it, bytes written, the peak of each tier that was measured."""
-    full = float(plan["tokens_per_s"]) * float(plan["step_s"])
-    yield Compared("tokens in a step", full, median(line["tokens"] for line in usual), "tokens")
     speed = median(line["tokens_per_s"] for line in usual)
     yield Compared("tokens per second", float(plan["tokens_per_s"]), speed, "tokens/s")
     written = median(line["bytes"]["disk_written"] for line in usual)

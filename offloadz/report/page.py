@@ -79,7 +79,9 @@ def page(run: RunFiles) -> Page:
         "tiles": list(tiles(run, found)),
         "charts": charts,
         "verdict": list(verdict_lines(run, found)),
-        "compared": [compared_row(one, found) for one in (found.step, *found.lanes, *found.figures)] if found else [],
+        "compared": [compared_row(one, found) for one in (found.step, found.tokens, *found.lanes, *found.figures)]
+        if found
+        else [],
         "memory": memory_table(run),
         "plan": run.plan or {},
         "events": events(run),
@@ -195,6 +197,16 @@ def verdict_lines(run: RunFiles, found: Verdict | None) -> Iterator[tuple[str, s
             f"{difference(step.ratio)}, {'off by more than' if step.off else 'within'} {percent} %."
         ),
     )
+    if found.tokens.off:
+        lighter = found.tokens.measured < found.tokens.predicted
+        yield (
+            "unknown",
+            (
+                f"A step had {number(found.tokens.measured)} tokens, the plan counts {number(found.tokens.predicted)} "
+                f"(rows of data.max_length): that alone makes it {'faster' if lighter else 'slower'}, and no lane "
+                "mis-rated."
+            ),
+        )
     wrong = found.misrated
     if wrong is not None:
         yield (
@@ -205,19 +217,17 @@ def verdict_lines(run: RunFiles, found: Verdict | None) -> Iterator[tuple[str, s
             ),
         )
     else:
-        yield "good", f"No lane is off by more than {percent} % and by enough to show ({SMALL:.0%} of the step)."
+        sure = "and surely mis-rated" if found.tokens.off else "and by enough to show"
+        yield (
+            "good",
+            f"No lane is off by more than {percent} % {sure} (what is below {SMALL:.0%} of a step is left out).",
+        )
     others = [one.name for one in found.figures if one.off]
     others += [f"lane {one.name}" for one in found.lanes if one.off and one is not wrong]
     if others:
         yield "unknown", f"Also off by more than {percent} %: {', '.join(others)}."
     if run.plan and run.plan.get("rates_source"):
-        yield (
-            "unknown",
-            (
-                f"Rates of the plan: {run.plan['rates_source']}. It counts rows of data.max_length tokens; how many "
-                "a step really had stands below."
-            ),
-        )
+        yield "unknown", f"Rates of the plan: {run.plan['rates_source']}."
 
 
 def compared_row(one: Compared, found: Verdict) -> dict[str, Any]:

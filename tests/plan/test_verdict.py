@@ -29,7 +29,7 @@ def test_a_right_plan_is_called_right() -> None:
     assert found is not None and found.num_steps == 4
     assert not found.step.off and found.misrated is None and not any(one.off for one in found.figures)
     assert [lane.name for lane in found.lanes] == ["device", "cpu", "disk_read", "disk_write"]  # the others do nothing
-    assert {one.name for one in found.figures} == {"tokens in a step", "tokens per second", "host memory"}
+    assert {one.name for one in found.figures} == {"tokens per second", "host memory"} and not found.tokens.off
 
 
 @pytest.mark.parametrize(("measured", "off"), [(11.4, False), (11.6, True), (8.6, False), (8.4, True)])
@@ -46,6 +46,14 @@ def test_the_lane_that_is_wrong_by_the_most_seconds_is_named() -> None:
     assert (found.misrated.name, found.misrated.ratio) == ("disk_read", 3.0)
     small = next(lane for lane in found.lanes if lane.name == "disk_write")
     assert small.off and not found.matters(small)  # ten times too long, and a hundredth of the step
+
+
+@pytest.mark.parametrize(("tokens", "named"), [(1000, "device"), (400, "disk_read"), (2000, "device")])
+def test_a_lighter_step_excuses_a_lane_that_did_less(tokens: int, named: str) -> None:
+    """4 s less of computation and 2 s more of reading: with 400 tokens of 1000 only the reading was mis-rated."""
+    lines = [{**line(step, 6.0, device=4.0, disk_read=6.0), "tokens": tokens} for step in range(1, 6)]
+    found = verdict(PLAN, lines)
+    assert found is not None and found.misrated is not None and found.misrated.name == named
 
 
 def test_a_lane_nobody_foresaw_is_named() -> None:
