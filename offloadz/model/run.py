@@ -292,7 +292,7 @@ class Run:
             "device_peak": 0,  # the compute device is the CPU, whose memory is the host's
             **{f"host_{name}": memory[name] for name in ("peak", "resident")},
             "locked": memory["locked"],
-            "disk_held": held_bytes(disk.path) if disk else 0,
+            "disk_held": sum(held_bytes(files.path) for files in disk.paths) if disk else 0,
             "disk_read": int(since["bytes_read"]),
             "disk_written": int(since["bytes_written"]),
         }

@@ -20,7 +20,7 @@ from markupsafe import Markup
 
 from offloadz.config import Config
 from offloadz.config.values import to_toml
-from offloadz.plan.errors import ConfigError
+from offloadz.model.aside import write_text
 from offloadz.plan.footprint import PHASES, TIERS
 from offloadz.plan.search import human
 from offloadz.plan.verdict import SMALL, TOLERANCE, Compared, Verdict, verdict
@@ -38,14 +38,14 @@ Page = dict[str, Any]
 
 
 def report_command(directory: Path, out: Path | None) -> int:
-    """Write the page of a run to `out` (default: report.html in the run directory); ConfigError for what is no run."""
+    """Write the page of a run to `out` (default: report.html in the run directory), private as the run's own files.
+
+    Raises ConfigError for what is no run, DiskFailed where the page cannot be written.
+    """
     require_matplotlib()
     run = read_run(directory)
     target = out or directory / "report.html"
-    try:
-        target.write_text(render(run), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{target}: {error.strerror}; name a file you may write with -o") from error
+    write_text(target, render(run))
     for note in run.notes:
         print(f"note: {note}")
     print(f"{target}: {len(run.steps)} steps, {human(os.path.getsize(target))}; open it in any browser")

@@ -32,6 +32,7 @@ from offloadz.report.drawing import MOST_POINTS, bucketed
 from offloadz.report.page import MOST_ROWS, number, ranges, render, report_command
 from offloadz.report.read import is_held, read_run
 from offloadz.report.simulated import simulated
+from offloadz.runtime.meter import held_bytes
 from offloadz.train.begin import alone
 from offloadz.train.metrics import METRICS, read_metrics
 from offloadz.train.progress import Display
@@ -360,8 +361,9 @@ def test_the_command_writes_one_file_and_changes_nothing_else(run: Path, tmp_pat
     assert done.returncode == 0, done.stderr
     assert "report.html: 12 steps" in done.stdout and (run / "report.html").read_text().startswith("<!DOCTYPE html>")
     assert {path: path.read_bytes() for path in before} == before
+    assert (run / "report.html").stat().st_mode & 0o077 == 0  # it holds what the run's private files hold
     done = subprocess.run([*command, "-o", "/dev/null/page"], cwd=ROOT, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 2 and "-o" in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 1 and "/dev/null/page" in done.stderr and "Traceback" not in done.stderr
 
 
 # ---- small parts ----
@@ -376,6 +378,16 @@ def test_points_stand_for_runs_of_neighbours() -> None:
 def test_runs_of_steps_and_of_spans() -> None:
     assert list(ranges([1, 2, 3, 7, 9, 10])) == ["1-3", "7", "9-10"] and list(ranges([])) == []
     assert merged([(5, 6), (0, 1), (1.05, 2), (1.5, 1.7)], 0.1) == [(0, 2), (5, 6)]
+
+
+def test_bytes_held_are_those_of_files_each_once(tmp_path: Path) -> None:
+    (tmp_path / "state" / "deeper").mkdir(parents=True)
+    for name in ("a", "state/b", "state/deeper/c"):
+        (tmp_path / name).write_bytes(b"x" * 8192)
+    os.link(tmp_path / "a", tmp_path / "state" / "link")
+    blocks = sum((tmp_path / name).stat().st_blocks for name in ("a", "state/b", "state/deeper/c"))
+    assert held_bytes(tmp_path) == 512 * blocks > 0
+    assert held_bytes(tmp_path / "none") == 0
 
 
 @pytest.mark.full
