@@ -11,13 +11,17 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from offloadz.plan.footprint import PHASES, TIERS
 from offloadz.plan.machine import rates_told
 from offloadz.plan.predict import predict
 from offloadz.plan.search import Plan, human
-from offloadz.plan.timeline import write_trace
+from offloadz.plan.timeline import read_traces, write_trace
 from offloadz.plan.wishes import Question, question
+
+if TYPE_CHECKING:
+    from offloadz.config import Config
 
 SHOWN_LINES = 200
 SHOWN_COLUMNS = 200
@@ -32,7 +36,7 @@ def plan_command(
     as_json: bool = False,
 ) -> int:
     """Print the plan of a configuration; 0 where it fits, 3 where it does not.  Raises ConfigError (exit status 2)."""
-    asked = _asked(config_path, overrides, machine_name, sets)
+    asked = question(_config(config_path, overrides), machine_name, sets)
     plan = asked.answer()
     if as_json:
         print(json.dumps(plan.to_json(), indent=2))
@@ -45,7 +49,8 @@ def plan_command(
 
 def show_command(config_path: str | Path, overrides: Sequence[str] = (), trace: str | Path | None = None) -> int:
     """Print the program of a steady step and its simulated timeline; with `trace`, the whole program and a file."""
-    asked = _asked(config_path, overrides)
+    config = _config(config_path, overrides)
+    asked = question(config)
     plan = asked.answer()
     found = predict(asked.spec, plan.placement, plan.batch, asked.machine)
     lines = found.program.text().splitlines()
@@ -59,19 +64,19 @@ def show_command(config_path: str | Path, overrides: Sequence[str] = (), trace: 
     print(found.timeline.gantt())
     print(_honesty(plan))
     if trace is not None:
-        write_trace(trace, [found.timeline])
-        print(f"trace written to {trace}; open it at ui.perfetto.dev or chrome://tracing")
+        measured = read_traces(Path(config.train.output), config.train.trace_steps)
+        write_trace(trace, [found.timeline, *measured])
+        beside = f", with {len(measured)} measured" if measured else ""
+        print(f"trace written to {trace}{beside}; open it at ui.perfetto.dev or chrome://tracing")
     if not plan.fits:
         print(f"this program {plan.refusal()}", file=sys.stderr)
     return 0
 
 
-def _asked(
-    config_path: str | Path, overrides: Sequence[str], machine_name: str | None = None, sets: Sequence[str] = ()
-) -> Question:
+def _config(config_path: str | Path, overrides: Sequence[str]) -> Config:
     from offloadz.config import load_config
 
-    return question(load_config(config_path, list(overrides)), machine_name, sets)
+    return load_config(config_path, list(overrides))
 
 
 def _print_plan(asked: Question, plan: Plan) -> None:

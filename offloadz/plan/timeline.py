@@ -113,6 +113,32 @@ def write_trace(path: str | Path, timelines: Sequence[Timeline]) -> None:
     Path(path).write_text(json.dumps(document), encoding="utf-8")
 
 
+def read_trace(path: str | Path) -> list[Timeline]:
+    """The timelines of a file that `write_trace` wrote; raises ValueError for what is none, OSError for no file."""
+    try:
+        events = json.loads(Path(path).read_text(encoding="utf-8"))["traceEvents"]
+        names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+        spans: dict[int, list[Span]] = {pid: [] for pid in names}
+        for event in events:
+            if event["ph"] == "X":
+                start_s = event["ts"] / 1e6
+                spans[event["pid"]].append(Span(event["cat"], event["name"], start_s, start_s + event["dur"] / 1e6))
+    except (LookupError, TypeError) as error:
+        raise ValueError(f"{path} is no trace of offloadz: {type(error).__name__} {error}") from error
+    return [Timeline(tuple(spans[pid]), name) for pid, name in names.items()]
+
+
+def trace_path(directory: Path, step: int) -> Path:
+    """Where in a run directory the measured timeline of a step is."""
+    return directory / "traces" / f"step-{step:06d}.json"
+
+
+def read_traces(directory: Path, steps: Iterable[int]) -> list[Timeline]:
+    """The measured timelines of these steps that a run left in its directory; one that began anew may hold others."""
+    paths = (trace_path(directory, step) for step in sorted(set(steps)))
+    return [found for path in paths if path.exists() for found in read_trace(path)]
+
+
 def from_virtual(lanes: Mapping[str, VirtualLane], since_s: float = 0.0, name: str = "predicted") -> Timeline:
     """The timeline of simulated lanes, without what ended before `since_s`."""
     spans = []

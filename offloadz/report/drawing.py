@@ -2,7 +2,7 @@
 
 Every colour is drawn as a stand-in that becomes a CSS variable, so one chart serves a light and a dark page; text stays
 text, in the page's font.  A chart is as wide as a phone (`WIDTH`) and the page sets several beside each other.  The
-trade-off: nothing can be pointed at, so exact values stand in the page's tables; a page needs no script, and 60 kB
+trade-off: nothing can be pointed at, so exact values stand in the page's tables; a page needs no script, and some 20 kB
 where an interactive library would bring 1 to 5 MB.
 """
 
@@ -96,7 +96,7 @@ def _for_page(svg: str, name: str, title: str) -> str:
     view = re.search(r'viewBox="[^"]*"', head)
     svg = f'<svg role="img" aria-label="{title}" {view[0] if view else ""}>{body}'
     svg = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", svg, flags=re.DOTALL)
-    svg = svg.replace("xlink:href=", "href=")
+    svg = re.sub(r"\n\s*", "\n", svg).replace("xlink:href=", "href=")
     svg = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", svg)
     for colour, stand_in in COLOURS.items():
         svg = svg.replace(stand_in, f"var(--{colour})")

@@ -23,9 +23,10 @@ from offloadz.config.values import to_toml
 from offloadz.model.aside import write_text
 from offloadz.plan.footprint import PHASES, TIERS
 from offloadz.plan.search import human
+from offloadz.plan.timeline import read_traces
 from offloadz.plan.verdict import SMALL, TOLERANCE, Compared, Verdict, verdict
 from offloadz.report.charts import all_charts, timeline_chart
-from offloadz.report.drawing import require_matplotlib
+from offloadz.report.drawing import Chart, require_matplotlib
 from offloadz.report.read import Line, RunFiles, read_run, thinned
 from offloadz.report.simulated import simulated
 from offloadz.train.metrics import SAMPLES
@@ -64,13 +65,7 @@ def page(run: RunFiles) -> Page:
     """Everything the template shows."""
     found, notes = _verdict(run), list(run.notes)
     charts = all_charts(run, found)
-    if run.plan is not None and run.config is not None and "placement" in run.plan:
-        timeline, note = simulated(run.config, run.plan)
-        if timeline is None:
-            notes.append(note)
-        else:
-            title = "Timeline of a step, predicted"
-            charts["beside"].append(timeline_chart(timeline, "timeline", title, note))
+    charts["beside"] += list(timeline_charts(run, notes))
     return {
         "name": run.directory.resolve().name,
         "place": str(run.directory.resolve()),
@@ -94,6 +89,25 @@ def page(run: RunFiles) -> Page:
         "number": number,
         "made": time.strftime("%Y-%m-%d %H:%M"),
     }
+
+
+def timeline_charts(run: RunFiles, notes: list[str]) -> Iterator[Chart]:
+    """The step that was planned, and the last one that was traced; what cannot be had goes to `notes`."""
+    if run.plan is not None and run.config is not None and "placement" in run.plan:
+        timeline, note = simulated(run.config, run.plan)
+        if timeline is None:
+            notes.append(note)
+        else:
+            yield timeline_chart(timeline, "timeline", "Timeline of a step, predicted", note)
+    steps = (run.config or {}).get("train", {}).get("trace_steps", [])
+    try:
+        measured = read_traces(run.directory, (step for step in steps if step <= run.steps[-1]["step"]))
+    except (OSError, ValueError) as error:
+        notes.append(f"The measured timelines cannot be read: {error}.")
+        return
+    if measured and measured[-1].spans:
+        note = f"The last of {len(measured)} traced steps." if len(measured) > 1 else "The one traced step."
+        yield timeline_chart(measured[-1], "measured", f"Timeline of {measured[-1].name}", note)
 
 
 # ---- words -------------------------------------------------------------------------------------------------------

@@ -39,8 +39,7 @@ def simulated(tables: Mapping[str, Any], plan: Mapping[str, Any]) -> tuple[Timel
     if abs(found.step_s - told_s) <= SAME * told_s:
         return found.timeline, (
             f"Simulated, by the same walk as in offloadz show. From step to step {found.step_s:.3g} s; what begins "
-            "while the step before still computes stands at the left. Steps are not traced yet: measured "
-            "are sums per lane."
+            "while the step before still computes stands at the left."
         )
     return found.timeline, (
         f"Simulated anew: {found.step_s:.3g} s, while the plan of the run said {told_s:.3g} s; rates, model or machine "

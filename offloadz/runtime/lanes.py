@@ -55,8 +55,9 @@ class Clock:
     def add(self, op: Op, asked_s: float, start_s: float, end_s: float) -> None:
         self.busy_s += end_s - start_s
         self.wait_s += start_s - asked_s
-        if self.trace is not None:
-            self.trace.append((op, start_s, end_s))
+        trace = self.trace
+        if trace is not None:  # the one who asked may stop between these lines
+            trace.append((op, start_s, end_s))
 
 
 class WorkerLane:

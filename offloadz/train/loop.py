@@ -16,7 +16,7 @@ import json
 import math
 import random
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,7 +33,9 @@ from offloadz.model.flips import shadow_of, told_of
 from offloadz.model.state import load_flip
 from offloadz.plan.errors import ConfigError
 from offloadz.plan.search import Plan, human
+from offloadz.plan.timeline import Span, Timeline, trace_path
 from offloadz.runtime.meter import process_bytes
+from offloadz.runtime.tracing import traced
 from offloadz.train.begin import Start, alone, check_swap, find_start, is_finished, mark_finished
 from offloadz.train.checkpoint import load_checkpoint, newest_order, save_checkpoint
 from offloadz.train.data import Loader
@@ -177,7 +179,11 @@ class Training:
 
     def _step(self) -> None:
         batch = self.loader.next_batch()
-        self.run.step(batch)
+        watched = self.progress.step + 1 in self.config.train.trace_steps
+        with traced(self.run.session.lanes) if watched else nullcontext([]) as spans:
+            self.run.step(batch)
+        if watched:
+            self._write_trace(self.progress.step + 1, spans)
         self._write_due()  # the updates of the step before are done when this one is decided
         report, progress = self.run.report, self.progress
         progress.step += 1
@@ -207,6 +213,11 @@ class Training:
         if self.due_line is not None:
             self.metrics.write(self.due_line)
             self.due_line = None
+
+    def _write_trace(self, step: int, spans: list[Span]) -> None:
+        path = trace_path(self.output, step)
+        path.parent.mkdir(exist_ok=True)
+        write_text(path, json.dumps(Timeline(tuple(spans), f"step {step}, measured").trace()))
 
     def _check_skipped(self, report: StepReport) -> None:
         row, most = self.progress.skipped_in_row, self.config.train.max_skipped

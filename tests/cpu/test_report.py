@@ -27,6 +27,7 @@ from tiny import ON_DISK, make_texts, tables
 import offloadz.train.loop as loop
 from offloadz.config import config_from_tables
 from offloadz.plan.errors import ConfigError
+from offloadz.plan.timeline import read_trace, read_traces
 from offloadz.report.charts import merged
 from offloadz.report.drawing import MOST_POINTS, bucketed
 from offloadz.report.page import MOST_ROWS, number, ranges, render, report_command
@@ -38,7 +39,7 @@ from offloadz.train.metrics import METRICS, read_metrics
 from offloadz.train.progress import Display
 
 PROMPT = "w3 w24"
-CHARTS = {"loss", "lr", "norm", "step-time", "lanes", "timeline", "speed", "memory-host", "memory-disk"}
+CHARTS = {"loss", "lr", "norm", "step-time", "lanes", "timeline", "measured", "speed", "memory-host", "memory-disk"}
 ROOT = Path(__file__).parents[2]
 
 
@@ -79,7 +80,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("report")
     make_texts(folder / "eval.jsonl", 10, seed=5)
     more = {"data__eval": [str(folder / "eval.jsonl")], "train__eval_every": 5, "train__sample_prompts": [PROMPT],
-            "train__sample_tokens": 4, "debug__samples": False}  # fmt: skip
+            "train__sample_tokens": 4, "train__trace_steps": [3, 9], "debug__samples": False}  # fmt: skip
 
     class Stopping(Display):
         def step(self, line: dict[str, Any]) -> None:
@@ -207,6 +208,37 @@ def test_the_timeline_is_the_plans_own(finished: Path) -> None:
     )
     _, note = simulated(run.config, {**run.plan, "step_s": 2 * run.plan["step_s"]})
     assert note.startswith("Simulated anew")
+
+
+def test_a_traced_step_is_what_its_line_says(finished: Path, page: str) -> None:
+    """Busy time of the computation is that of the metrics; every lane's ops lie in the step, one behind the other."""
+    for found, step in zip(read_traces(finished, [9, 3, 12]), (3, 9), strict=True):
+        line = steps_of(finished)[step - 1]
+        assert found.name == f"step {step}, measured" and found.length_s >= 0.9 * line["busy_s"]["device"]
+        assert found.busy_s()["device"] == pytest.approx(line["busy_s"]["device"], rel=1e-3)
+        assert {load.lane for load in found.loads()} == {"device", "h2d", "d2h", "cpu", "disk_read", "disk_write"}
+        for lane, busy in found.busy_s().items():
+            assert busy == pytest.approx(sum(s.end_s - s.start_s for s in found.spans if s.lane == lane), rel=1e-6)
+            assert busy <= 1.05 * line["busy_s"][lane] + 1e-3
+    assert "Timeline of step 9, measured" in page and "The last of 2 traced steps" in page
+    assert sorted(path.name for path in (finished / "traces").iterdir()) == ["step-000003.json", "step-000009.json"]
+
+
+def test_show_puts_measured_timelines_beside_its_own(finished: Path, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "offloadz", "show", str(finished / "config.toml"), "--trace", str(tmp_path / "t.json")],
+        cwd=ROOT, capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0 and "with 2 measured" in done.stdout, done.stderr
+    assert [found.name for found in read_trace(tmp_path / "t.json")] == [
+        "predicted", "step 3, measured", "step 9, measured",
+    ]  # fmt: skip
+
+
+def test_a_damaged_trace_costs_itself_alone(run: Path) -> None:
+    (run / "traces" / "step-000009.json").write_text('{"traceEvents": [{"ph": "X"}]}')
+    page = render(read_run(run))
+    assert "measured timelines cannot be read" in page and "chart-timeline" in page and "chart-measured" not in page
 
 
 def test_what_happened_is_told(page: str) -> None:
