@@ -2,7 +2,7 @@
 
 Started as a script it reads a line of JSON (arguments of the command line, a log file), forks a child that runs the
 command line to its end, prints the child's process number and then its wait status.  Nothing of torch has run before a
-fork, so no thread is lost.
+fork, so no thread is lost.  Each answer says what it is: a status taken for a process number would be one to kill.
 """
 
 from __future__ import annotations
@@ -33,10 +33,18 @@ class Zygote:
         )
 
     def start(self, arguments: list[str], log: Path) -> Child:
-        assert self.process.stdin is not None and self.process.stdout is not None
+        assert self.process.stdin is not None
+        log.touch()  # it is looked into before the child has opened it
         self.process.stdin.write(json.dumps([arguments, str(log)]) + "\n")
         self.process.stdin.flush()
-        return Child(self, int(self.process.stdout.readline()), log)
+        return Child(self, self.told("pid"), log)
+
+    def told(self, what: str) -> int:
+        """The next answer, which must be about `what`."""
+        assert self.process.stdout is not None
+        said, number = self.process.stdout.readline().split()
+        assert said == what, f"{said} {number} where {what} was awaited: a child before this one was not waited for"
+        return int(number)
 
     def close(self) -> None:
         assert self.process.stdin is not None
@@ -62,8 +70,7 @@ class Child:
 
     def wait(self) -> int:
         """The exit status, or minus the signal that ended it."""
-        assert self.zygote.process.stdout is not None
-        return int(self.zygote.process.stdout.readline())
+        return self.zygote.told("status")
 
 
 def main() -> None:
@@ -84,8 +91,8 @@ def main() -> None:
             os.dup2(fd, 1), os.dup2(fd, 2)
             torch.set_num_threads(1)
             offloadz.cli.main(arguments)
-        print(pid, flush=True)
-        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+        print("pid", pid, flush=True)
+        print("status", os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 
 
 if __name__ == "__main__":
