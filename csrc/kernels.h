@@ -37,7 +37,7 @@ struct UpdateArgs {
   float one_minus_beta1;
   float beta2;
   float one_minus_beta2;
-  float inverse_root2;    // 1 / sqrt(1 - beta2^step)
+  float inverse_root2; // 1 / sqrt(1 - beta2^step)
   float eps;
   float minus_step_size; // Adam: -lr / (1 - beta1^step); the others: -lr
   float momentum;

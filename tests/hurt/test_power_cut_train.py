@@ -62,9 +62,9 @@ class Recorded:
         patch.setattr(Shadow, "flip", flipped)
         patch.setattr(NativeTransfer, "write", written)
 
-    def go_on(self, zygote: Zygote, draw: random.Random) -> int:
-        """Cut, go on, compare; the step that was gone on from."""
-        moment = draw.randint(2, self.recorder.now)
+    def go_on(self, zygote: Zygote, draw: random.Random, part: int = 0, parts: int = 1) -> int:
+        """Cut within one of `parts` equal parts, go on, compare; the step that was gone on from."""
+        moment = 2 + int((part + draw.random()) / parts * (self.recorder.now - 2))
         promised = max((step for at, _, step in self.recorder.marks if at <= moment), default=0)
         self.recorder.cut(moment, draw, self.root)
         child = zygote.start(["train", str(self.config)], self.folder / "log")
@@ -89,7 +89,7 @@ def recorded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 def test_the_command_goes_on_after_a_cut(recorded: Recorded, zygote: Zygote) -> None:
     draw = random.Random(5)
-    assert len({recorded.go_on(zygote, draw) for _ in range(FEW)}) > 1
+    assert len({recorded.go_on(zygote, draw, part, FEW) for part in range(FEW)}) > 1
 
 
 @pytest.mark.full
