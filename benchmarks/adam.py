@@ -32,6 +32,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from offloadz.bench.rounds import SPIN_S
 from offloadz.bench.update import HYPER, parts_of, state_bytes, update_step
 from offloadz.memory.host import HostPool
 from offloadz.plan.recipes import Recipe
@@ -44,8 +45,6 @@ SHOWN = (4 << 20, 64 << 20, 200_000_000)
 CACHED = (1 << 13, 1 << 15)
 MOST_BYTES = 20
 """What the largest arm keeps for each parameter: a bf16 gradient, its float32 copy, a master, two moments, a weight."""
-SPIN_S = 0.02
-"""Threads of torch's own team look for work that long after a call; ours would share the cores with them."""
 Step = Callable[[int], object]
 Arm = Callable[["Arena"], Step]
 """Lays arrays out in the arena and gives the step over them."""

@@ -5,14 +5,14 @@
 Each round runs every arm once for reads, for writes over old bytes and for both at once: the product's tier by each
 back end (checksums on, and off for what they cost), and fio with patterns of requests from 1 to 8 MiB, depths 4 to 32,
 three of its ways to ask, on huge pages and on small ones; and DeepSpeed's async I/O, where it is installed, by three of
-its settings.  All numbers of the product go through `DiskTier`: extents of
-`--extent` MiB one after the other, by one caller for reads or writes, by one for each when both are at once.
+its settings.  All numbers of the product go through `DiskTier`: extents of `--extent` MiB one after the other, by one
+caller for reads or writes, by one for each when both are at once.
 
 `read_vs_fio`, `write_vs_fio`, `mixed_vs_fio`: median of the back end that `auto` takes here, with checksums, over the
-highest median of any fio pattern.  `read_vs_deepspeed`, `write_vs_deepspeed`: over DeepSpeed's, likewise;
-null where it does not run.  `checksum_cost`: the share of the read rate that
-checksums take.  `round_trip_vs_slowest`: blocks of AdamW state read, updated and written back through three slots, as a
-step does it, over the longer of its disk time and its update time alone.
+highest median of any fio pattern.  `read_vs_deepspeed`, `write_vs_deepspeed`: over DeepSpeed's, likewise; null where it
+does not run.  `checksum_cost`: the share of the read rate that checksums take.  `round_trip_vs_slowest`: blocks of
+AdamW state read, updated and written back through three slots, as a step does it, over the longer of its disk time and
+its update time alone.
 
 DIR needs room for about six times `--size` (GiB).
 """
@@ -39,6 +39,8 @@ from typing import Any
 
 import torch
 
+from offloadz.bench.drives import SwapPath
+from offloadz.bench.rounds import Sizes, seconds
 from offloadz.memory.disk import DiskTier, Extent
 from offloadz.memory.host import HostPool
 from offloadz.runtime import native
@@ -67,35 +69,18 @@ class Product:
     def __init__(self, path: Path, transfer: Any, size_bytes: int, extent_bytes: int, checksum: bool = True) -> None:
         name = f"{transfer.name.split()[0]} {checksum}"
         self.tier = DiskTier(path, transfer, owner=f"benchmark {os.getpid()} {name}", checksum=checksum)
-        count = max(2, size_bytes // extent_bytes)
-        self.extents = [self.tier.reserve("state", f"blocks/{i}", extent_bytes) for i in range(count)]
-        self.tier.allocate()
+        sizes = Sizes(extent_bytes=extent_bytes, num_extents=max(2, size_bytes // extent_bytes))
         self.pool = HostPool(2 * extent_bytes)
         self.buffers = [self.pool.take(f"{i}", extent_bytes) for i in range(2)]
         for buffer in self.buffers:
             buffer.random_()
             transfer.fix(buffer)
-        begin = time.perf_counter()
-        for extent in self.extents:
-            self.tier.write(extent, self.buffers[0])
-        self.fresh_rate = count * extent_bytes / (time.perf_counter() - begin) / 1e9
+        self.passes = SwapPath(self.tier, sizes, self.buffers)
+        self.fresh_rate = sizes.disk_bytes / seconds(self.passes.fill) / 1e9
 
     def rate(self, operation: str) -> float:
         """GB/s of one pass over all extents; for both at once, half the extents are read and half are written."""
-        half = len(self.extents) // 2
-        begin = time.perf_counter()
-        if operation == "mixed":
-            writer = threading.Thread(target=self._pass, args=(self.tier.write, self.extents[half:], 1))
-            writer.start()
-            self._pass(self.tier.read, self.extents[:half], 0)
-            writer.join()
-        else:
-            self._pass(self.tier.read if operation == "read" else self.tier.write, self.extents, 0)
-        return sum(extent.nbytes for extent in self.extents) / (time.perf_counter() - begin) / 1e9
-
-    def _pass(self, move: Callable[[Extent, torch.Tensor], None], extents: list[Extent], buffer: int) -> None:
-        for extent in extents:
-            move(extent, self.buffers[buffer])
+        return self.passes.rate("both" if operation == "mixed" else operation)() / 1e9
 
     def close(self) -> None:
         """Give files and memory back."""
@@ -127,14 +112,14 @@ def fio_rate(file: Path, pattern: tuple[str, int, int, bool], operation: str, si
 
 
 DEEPSPEED = """
-import os, sys, time
+import json, os, sys, time
 answers = os.fdopen(os.dup(1), "w", buffering=1)
 os.dup2(2, 1)  # what its building and loading print is no answer
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 import torch
 from deepspeed.accelerator import get_accelerator
 aio = get_accelerator().create_op_builder("AsyncIOBuilder").load()
-file, size, settings = sys.argv[1], int(sys.argv[2]), eval(sys.argv[3])
+file, size, settings = sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3])
 ways = [aio.aio_handle(request << 20, depth, False, True, threads) for request, depth, threads in settings]
 data = ways[0].new_cpu_locked_tensor(size, torch.empty(0, dtype=torch.uint8)).fill_(3)
 ways[0].sync_pwrite(data, file, 0)
@@ -154,7 +139,7 @@ class DeepSpeed:
     SETTINGS = ((1, 32, 1), (8, 32, 1), (4, 16, 2))  # MiB a request, depth, threads
 
     def __init__(self, file: Path, size_bytes: int) -> None:
-        command = [sys.executable, "-c", DEEPSPEED, str(file), str(size_bytes), str(self.SETTINGS)]
+        command = [sys.executable, "-c", DEEPSPEED, str(file), str(size_bytes), json.dumps(self.SETTINGS)]
         self.size_bytes = size_bytes
         with tempfile.TemporaryFile("w+") as noise:  # not a pipe: it would fill
             pipe = subprocess.PIPE

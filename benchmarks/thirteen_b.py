@@ -120,10 +120,11 @@ def say(line: str) -> None:
 
 def compared(run: Any, steps: list[dict[str, Any]], built_s: float, swap: Path) -> dict[str, Any]:
     """Plan against measured: bytes of memory and drive, seconds of a step."""
+    from offloadz.plan.paths import held_bytes
     from offloadz.runtime.meter import process_bytes
 
     plan, peak = run.plan, process_bytes()["peak"]
-    held = sum(f.stat().st_blocks * 512 for f in swap.rglob("*") if f.is_file())
+    held = held_bytes(swap)
     step_s = sorted(s["step_s"] for s in steps)[len(steps) // 2]
     return {
         "ratios": {

@@ -52,7 +52,10 @@ class SwapPath:
         names = [f"bench/{number}" for number in range(sizes.num_extents)]
         self._extents = [tier.reserve("scratch", name, sizes.extent_bytes) for name in names]
         tier.allocate()
-        self._pass(tier.write, self._extents, 0)
+
+    def fill(self) -> None:
+        """The first writes into fresh extents, slower than any later."""
+        self._pass(self.tier.write, self._extents, 0)
 
     def rate(self, kind: str) -> Callable[[], float]:
         """Bytes/s of a pass; of both at once half the extents are read and the others written."""
@@ -96,7 +99,9 @@ def swap_path(path: Path, sizes: Sizes) -> Iterator[SwapPath]:
         for buffer in buffers:
             buffer.random_()  # bytes that no drive can leave out
             tier.fix(buffer)
-        yield SwapPath(tier, sizes, buffers)
+        found = SwapPath(tier, sizes, buffers)
+        found.fill()
+        yield found
     except DiskFailed as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             _enough(path, sizes)  # somebody else took the room: say it plainly

@@ -47,6 +47,7 @@ from offloadz.memory.tier import (
     rounded,
 )
 from offloadz.plan.errors import DamagedState, DiskFailed, DoesNotFit
+from offloadz.plan.paths import held_bytes
 
 __all__ = ["AREAS", "DiskTier", "Extent", "Leftover", "leftovers", "remove"]
 
@@ -114,6 +115,10 @@ class DiskTier:
     def io_name(self) -> str:
         """How bytes are moved and why not otherwise, for the line at the start."""
         return "; ".join(dict.fromkeys(files.io.name for files in self.paths))
+
+    def held_bytes(self) -> int:
+        """What the directories of all paths take on their drives."""
+        return held_bytes(*(files.path for files in self.paths))
 
     def fix(self, buffer: torch.Tensor) -> None:
         """Say that `buffer` will be read into and written from again and again, and stays until `close`."""

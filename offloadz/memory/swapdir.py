@@ -22,9 +22,9 @@ from pathlib import Path
 
 from offloadz.memory.record import make_directories
 from offloadz.plan.errors import ConfigError
-from offloadz.plan.paths import PREFIX, directory_of, owner_name
+from offloadz.plan.paths import PREFIX, directory_of, held_bytes, owner_name
 
-__all__ = ["STATE", "Leftover", "SwapDir", "leftovers", "owner_name", "remove"]
+__all__ = ["STATE", "Leftover", "SwapDir", "is_locked", "leftovers", "owner_name", "remove"]
 
 OWNER_FILE = "owner.json"
 STATE = "state"
@@ -120,7 +120,7 @@ def leftovers(swap: str | Path) -> list[Leftover]:
                 continue
             note = _owner_note(path)
             age_s = max(0.0, time.time() - float(note["started"]))
-            found.append(Leftover(path, str(note["owner"]), _size_bytes(path), int(note["pid"]), age_s))
+            found.append(Leftover(path, str(note["owner"]), held_bytes(path), int(note["pid"]), age_s))
         except OSError:  # gone while we looked, or not ours to read
             continue
     return sorted(found, key=lambda leftover: -leftover.size_bytes)
@@ -160,15 +160,20 @@ def _try_lock(path: Path) -> int | None:
 
 def _is_live(path: Path) -> bool:
     try:
-        lock = os.open(path / OWNER_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        return is_locked(path / OWNER_FILE, os.O_NOFOLLOW)
     except FileNotFoundError:
         return False
+
+
+def is_locked(path: Path, flags: int = 0) -> bool:
+    """Whether a process holds the lock of what these further flags open; OSError where none can be asked for."""
+    asked = os.open(path, os.O_RDONLY | os.O_CLOEXEC | flags)
     try:
-        fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        fcntl.flock(asked, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
     finally:
-        os.close(lock)
+        os.close(asked)
     return False
 
 
@@ -189,14 +194,6 @@ def _owner_note(path: Path) -> dict[str, str | int | float]:
     return note
 
 
-def _size_bytes(path: Path) -> int:
-    """Bytes on disk (not file lengths: a reserved file is as long as its room, a sparse one is not)."""
-    total = 0
-    for folder, _, names in os.walk(path):
-        total += sum(os.lstat(os.path.join(folder, name)).st_blocks * 512 for name in names)
-    return total
-
-
 def _clear(path: Path, keep: Path | None = None) -> int:
     """Remove everything but the owner file and `keep`; how many bytes that was."""
     removed_bytes = 0
@@ -206,7 +203,7 @@ def _clear(path: Path, keep: Path | None = None) -> int:
         if entry.name == OWNER_FILE or entry == keep:
             continue
         if entry.is_dir() and not entry.is_symlink():
-            removed_bytes += _size_bytes(entry)
+            removed_bytes += held_bytes(entry)
             shutil.rmtree(entry)
         else:
             removed_bytes += entry.lstat().st_blocks * 512

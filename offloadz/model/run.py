@@ -31,7 +31,7 @@ from offloadz.model.stage import Stage
 from offloadz.model.tables import TableSeat
 from offloadz.plan.errors import ConfigError
 from offloadz.plan.ops import LANES, Op
-from offloadz.runtime.meter import held_bytes, process_bytes
+from offloadz.runtime.meter import process_bytes
 from offloadz.runtime.session import Session
 
 Batch = Mapping[str, Any]
@@ -292,7 +292,7 @@ class Run:
             "device_peak": 0,  # the compute device is the CPU, whose memory is the host's
             **{f"host_{name}": memory[name] for name in ("peak", "resident")},
             "locked": memory["locked"],
-            "disk_held": sum(held_bytes(files.path) for files in disk.paths) if disk else 0,
+            "disk_held": disk.held_bytes() if disk else 0,
             "disk_read": int(since["bytes_read"]),
             "disk_written": int(since["bytes_written"]),
         }

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from offloadz.plan.errors import ConfigError
 from offloadz.plan.machine import disk_free
-from offloadz.plan.paths import directory_of, owner_name
+from offloadz.plan.paths import directory_of, held_bytes, owner_name
 
 
 def drive_of(place: Path) -> int:
@@ -58,10 +58,4 @@ def room_at(place: Path, paths: Sequence[Path], output: Path | None) -> int:
     if output is not None:
         own = [directory_of(path, owner_name(output)) for path in paths if drive_of(path) == drive]
         own += [output / "checkpoints"] if drive_of(output) == drive else []
-    return disk_free(place) + _held(own)
-
-
-def _held(directories: Sequence[Path]) -> int:
-    """Bytes on disk; a file that has several names counts once."""
-    files = (entry.stat() for directory in directories for entry in directory.rglob("*") if entry.is_file())
-    return sum({(told.st_dev, told.st_ino): told.st_blocks * 512 for told in files}.values())
+    return disk_free(place) + held_bytes(*own)

@@ -156,21 +156,14 @@ def _scale(axes: Axes, known: Sequence[float], from_zero: bool) -> None:
 
 def step_time_chart(run: RunFiles, predicted_s: float | None) -> Chart:
     """Seconds of every step, and what the plan said."""
-    at, values = [found["step"] for found in run.steps], numbers([found["step_s"] for found in run.steps])
-    every = 1
 
-    def paint(axes: Axes) -> None:
-        nonlocal every
-        every = line(axes, at, values, "measured", "measured")
+    def more(axes: Axes) -> None:
         if predicted_s is not None:
             level(axes, predicted_s, "predicted", "predicted")
-        _over_steps(axes, run)
-        _scale(axes, [*values, predicted_s or 0.0], from_zero=True)
         axes.set_ylabel("seconds")
 
-    keys = (MEASURED, *((PREDICTED,) if predicted_s is not None else ()), *_marks(run))
-    title = "Time of a step"
-    return Chart("step-time", title, draw("step-time", title, paint), keys, _thinned(every))
+    keys = (MEASURED, *((PREDICTED,) if predicted_s is not None else ()))
+    return _curve(run, "step-time", "Time of a step", "step_s", more, keys=keys, from_zero=True, others=[predicted_s])
 
 
 def lanes_chart(verdict: Verdict) -> Chart:

@@ -8,7 +8,6 @@ those files that is not told.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import tomllib
@@ -18,6 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
+from offloadz.memory.swapdir import is_locked
 from offloadz.plan.errors import ConfigError
 from offloadz.train.metrics import METRICS, SAMPLES, read_metrics
 
@@ -100,18 +100,9 @@ def read_run(directory: Path) -> RunFiles:
 def is_held(directory: Path) -> bool | None:
     """Whether a run holds its lock on the directory (`train/begin.py` takes it); None where none can be asked for."""
     try:
-        asked = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError:
-        return None
-    try:
-        fcntl.flock(asked, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
+        return is_locked(directory, os.O_DIRECTORY)
     except OSError:  # some network file systems lock no directories
         return None
-    finally:
-        os.close(asked)
-    return False
 
 
 def _lack(directory: Path) -> str:

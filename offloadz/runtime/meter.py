@@ -1,14 +1,12 @@
-"""What this process takes of memory and of a drive, as the kernel counts it.
+"""What this process takes of memory, as the kernel counts it.
 
-Read from /proc/self/status (20 microseconds) and from the sizes of files (3 each), so a step can be told with its peak
-and a run can be stopped before the kernel does it.  The trade-off: a peak is that of the whole process since its start,
-loading included; the kernel keeps no peak per step.
+Read from /proc/self/status (20 microseconds), so a step can be told with its peak and a run can be stopped before the
+kernel does it.  The trade-off: a peak is that of the whole process since its start, loading included; the kernel keeps
+no peak per step.
 """
 
 from __future__ import annotations
 
-import os
-from contextlib import suppress
 from pathlib import Path
 
 FIELDS = {"peak": "VmHWM", "resident": "VmRSS", "anonymous": "RssAnon", "locked": "VmLck"}
@@ -23,14 +21,3 @@ def process_bytes(path: Path = Path("/proc/self/status")) -> dict[str, int]:
         lines = {}
     words = {name: lines.get(field, "").split() for name, field in FIELDS.items()}
     return {name: int(found[0]) * 1024 if found and found[0].isdigit() else 0 for name, found in words.items()}
-
-
-def held_bytes(directory: Path) -> int:
-    """Bytes that the files below a directory take on their drive; one with several names counts once."""
-    found = {}
-    for folder, _, names in os.walk(directory):
-        for name in names:
-            with suppress(FileNotFoundError):  # a record is renamed over the one before while lanes run on
-                told = os.lstat(os.path.join(folder, name))
-                found[told.st_dev, told.st_ino] = told.st_blocks * 512
-    return sum(found.values())

@@ -18,6 +18,7 @@ from offloadz.memory.disk import DiskTier
 from offloadz.memory.swapdir import STATE
 from offloadz.model.flips import cannot_link, shadow_of
 from offloadz.plan.errors import CannotGoOn
+from offloadz.plan.paths import held_bytes
 from offloadz.plan.search import Plan, human
 from offloadz.train.begin import Start, instead_of
 from offloadz.train.checkpoint import prune
@@ -83,6 +84,5 @@ def tell_kept(run: Run, say: Callable[[str], None]) -> None:
         return
     states = [place / STATE for place in shadow.places]
     step = shadow.flipped["step"] if shadow.flipped else "of the run before"
-    size = sum(path.stat().st_blocks * 512 for state in states for path in state.rglob("*") if path.is_file())
     told = " and ".join(map(str, states))
-    say(f"state of step {step} stays in {told} ({human(size)}); the same command goes on from there")
+    say(f"state of step {step} stays in {told} ({human(held_bytes(*states))}); the same command goes on from there")

@@ -27,13 +27,13 @@ from tiny import ON_DISK, make_texts, tables
 import offloadz.train.loop as loop
 from offloadz.config import config_from_tables
 from offloadz.plan.errors import ConfigError
+from offloadz.plan.paths import held_bytes
 from offloadz.plan.timeline import read_trace, read_traces
 from offloadz.report.charts import merged
 from offloadz.report.drawing import MOST_POINTS, bucketed
 from offloadz.report.page import MOST_ROWS, number, ranges, render, report_command
 from offloadz.report.read import is_held, read_run
 from offloadz.report.simulated import simulated
-from offloadz.runtime.meter import held_bytes
 from offloadz.train.begin import alone
 from offloadz.train.metrics import METRICS, read_metrics
 from offloadz.train.progress import Display
