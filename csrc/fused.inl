@@ -108,6 +108,17 @@ static inline void take_in(const UpdateArgs &a, Moments &b, int64_t begin) {
   b.scale[1] = scale_of<true>(largest(most_v));
 }
 
+// The inverse of weight_pair: with halves the weight is rounded to nearest.
+template <bool kHalves> static inline void put_weights(const UpdateArgs &a, const Words bits[2], int64_t at) {
+  Halves high = upper<16>(bits[0], bits[1]);
+  if (kHalves) {
+    Halves low = lower(bits[0], bits[1]);
+    put(a.low + at, low);
+    high = high + (low >> 15);
+  }
+  put(static_cast<uint16_t *>(a.weight) + at, high);
+}
+
 template <bool kHalves, bool kDecoupled>
 static inline void move_weights(const UpdateArgs &a, const Moments &b, const Words random[2], int64_t at, int k) {
   Floats p[2];
@@ -119,13 +130,7 @@ static inline void move_weights(const UpdateArgs &a, const Moments &b, const Wor
     bits[j] = words_of(p[j]);
     if (!kHalves) bits[j] = bits[j] + (((random[j] ^ a.keys[2]) * kSpread) >> 16);
   }
-  Halves high = upper<16>(bits[0], bits[1]);
-  if (kHalves) {
-    Halves low = lower(bits[0], bits[1]);
-    put(a.low + at, low);
-    high = high + (low >> 15);
-  }
-  put(static_cast<uint16_t *>(a.weight) + at, high);
+  put_weights<kHalves>(a, bits, at);
 }
 
 static inline Halves first_steps(const Floats m[2], float inverse, const Words random[2]) {
@@ -217,16 +222,12 @@ template <bool kDecoupled> static void exact_loop(const UpdateArgs &args, int64_
   for (int64_t at = begin; at < end; at += 2 * kLanes) {
     Floats g[2], p[2], m[2], v[2];
     Words bits[2];
-    widen_pair(g, static_cast<const uint16_t *>(a.grad) + at);
+    grad_pair<true, kDecoupled>(a, g, at);
     weight_pair<true>(p, a, at);
     floats_at(m, first + at);
     floats_at(v, second + at);
     for (int j = 0; j < 2; ++j) {
-      g[j] = g[j] * a.grad_scale;
-      if (kDecoupled)
-        p[j] = p[j] * a.keep;
-      else
-        g[j] = g[j] + a.decay * p[j];
+      if (kDecoupled) p[j] = p[j] * a.keep;
       m[j] = m[j] + a.one_minus_beta1 * (g[j] - m[j]);
       v[j] = v[j] * a.beta2 + (a.one_minus_beta2 * g[j]) * g[j];
       p[j] = p[j] + (a.minus_step_size * m[j]) / (root_of(v[j]) * a.inverse_root2 + a.eps);
@@ -234,9 +235,7 @@ template <bool kDecoupled> static void exact_loop(const UpdateArgs &args, int64_
     }
     put_floats(first + at, m);
     put_floats(second + at, v);
-    Halves low = lower(bits[0], bits[1]);
-    put(static_cast<uint16_t *>(a.weight) + at, upper<16>(bits[0], bits[1]) + (low >> 15));
-    put(a.low + at, low);
+    put_weights<true>(a, bits, at);
   }
 }
 
