@@ -242,6 +242,8 @@ def write_model_files(model: nn.Module, names: Names, directory: Path, dtype: st
                 shutil.copyfile(path, directory / path.name)
     if names.added is not None and names.directory is not None:
         write_tokenizer(names.directory, names.added, directory)
+    for file, text in names.texts.items():
+        write_text(directory / file, text)
     config = getattr(model, "config", None)
     if config is not None and hasattr(config, "to_json_string"):
         config = copy.deepcopy(config)

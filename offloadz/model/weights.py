@@ -14,7 +14,7 @@ import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,8 @@ class Names:
     """Where tokenizer and generation files are."""
     added: Added | None = None
     """Tokens that this tokenizer lacks and the model has."""
+    texts: dict[str, str] = field(default_factory=dict)
+    """File name -> text of small files that go with the weights and stand in for the directory's."""
 
 
 def load(
@@ -104,6 +106,11 @@ def names_of(model: nn.Module) -> Names:
     if model not in _names:
         _names[model] = _describe(model, None)
     return _names[model]
+
+
+def add_text(model: nn.Module, file: str, text: str) -> None:
+    """From now on checkpoints and exports of `model` hold a small file of this name and text."""
+    names_of(model).texts[file] = text
 
 
 def _directory(path: str | Path, init: str) -> Path:

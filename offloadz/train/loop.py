@@ -46,7 +46,6 @@ from offloadz.train.progress import Display
 from offloadz.train.sampling import Prompts
 from offloadz.train.schedule import schedule_of, scheduler_of
 from offloadz.train.signals import Interrupted, Signals
-from offloadz.train.templates import template_text
 
 if TYPE_CHECKING:
     from offloadz.config import Config
@@ -110,7 +109,7 @@ def _train(config: Config, console: Console, signals: Signals, stack: ExitStack)
     write_text(output / "config.toml", config.to_toml())
     write_text(output / "plan.json", json.dumps(plan.to_json(), indent=1) + "\n")
     write_text(output / "data.json", json.dumps(task.to_json(), indent=1) + "\n")
-    run, start = begun(config, plan, start, say)
+    run, start = begun(config, plan, task, start, say)
     stack.callback(tell_kept, run, say)
     stack.enter_context(run)
     disk = run.session.room.disk
@@ -354,8 +353,6 @@ class Training:
 
     def _finish(self) -> int:
         final = self.run.export(self.output / "final")
-        if self.config.data.chat_template:  # what it was trained with is what it has to be asked with
-            write_text(final / "chat_template.jinja", template_text(self.config.data.chat_template))
         mark_finished(self.output, self.progress.step)
         skipped = f", {self.progress.num_skipped} updates skipped" if self.progress.num_skipped else ""
         self.display.say(f"finished: {self.progress.step} steps{skipped}; the model is in {final}")

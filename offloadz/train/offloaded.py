@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,37 +17,43 @@ import offloadz
 from offloadz.memory.disk import DiskTier
 from offloadz.memory.swapdir import STATE
 from offloadz.model.flips import cannot_link, shadow_of
+from offloadz.model.weights import add_text
 from offloadz.plan.errors import CannotGoOn
 from offloadz.plan.paths import held_bytes
 from offloadz.plan.search import Plan, human
 from offloadz.train.begin import Start, instead_of
 from offloadz.train.checkpoint import prune
-from offloadz.train.planning import optimizer_of, threads_asked
+from offloadz.train.planning import Task, optimizer_of, threads_asked
+from offloadz.train.templates import template_text
+from offloadz.train.tokens import listed
 
 if TYPE_CHECKING:
     from offloadz.config import Config
     from offloadz.model.run import Run
 
 
-def begun(config: Config, plan: Plan, start: Start | None, say: Callable[[str], None]) -> tuple[Run, Start | None]:
+def begun(
+    config: Config, plan: Plan, task: Task, start: Start | None, say: Callable[[str], None]
+) -> tuple[Run, Start | None]:
     """The run, with what it goes on from: state taken over as it lies where that can be, else still to be read."""
     if start is not None and start.linked:
         if start.flip is not None:
             prune(Path(config.train.output) / "checkpoints", plan.keep)
         try:
-            return _offloaded(config, plan, start.path), start
+            return _offloaded(config, plan, task, start.path), start
         except CannotGoOn as reason:
             start = instead_of(start, str(reason), config, plan.keep, say)
-    return _offloaded(config, plan), start
+    return _offloaded(config, plan, task), start
 
 
-def _offloaded(config: Config, plan: Plan, adopt: Path | None = None) -> Run:
+def _offloaded(config: Config, plan: Plan, task: Task, adopt: Path | None = None) -> Run:
     """The model under its plan, with its weights where they belong."""
     model, offload, threads = config.model, config.offload, threads_asked(config, plan)
     module = offloadz.load(
         model.path, dtype=getattr(torch, model.dtype), init=model.init, seed=config.train.seed,
         attention=model.attention, add_tokens=model.add_tokens, trust_remote_code=model.trust_remote_code,
     )  # fmt: skip
+    _note_dialogue(module, task, config.data.chat_template)
     module.train()
     return offloadz.offload(
         module, optimizer=optimizer_of(config), plan=plan, swap=list(offload.swap), slots=plan.slots,
@@ -57,6 +63,16 @@ def _offloaded(config: Config, plan: Plan, adopt: Path | None = None) -> Run:
         checksum=offload.checksum, io=offload.io, poison=config.debug.poison, output=config.train.output,
         adopt=adopt,
     )  # fmt: skip
+
+
+def _note_dialogue(model: Any, task: Task, chat_template: str) -> None:
+    """Note in every export how the model is to be asked: by the template it is trained with, up to what ends a turn."""
+    if chat_template:
+        add_text(model, "chat_template.jinja", template_text(chat_template))
+    generation = getattr(model, "generation_config", None)
+    if generation is not None and task.samples.template is not None:
+        known = listed(generation.eos_token_id)
+        generation.eos_token_id = [*known, *(token for token in task.ends if token not in known)] or None
 
 
 def tell_swap(disk: DiskTier, say: Callable[[str], None]) -> None:

@@ -27,6 +27,7 @@ from offloadz.train.batches import Loader
 from offloadz.train.data import Dataset, load_both, marked_pieces
 from offloadz.train.sampling import Prompts
 from offloadz.train.templates import ChatTemplate
+from offloadz.train.tokens import end_ids
 
 if TYPE_CHECKING:
     from offloadz.config import Config, ModelConfig
@@ -46,6 +47,8 @@ class Task:
     """What is asked between steps."""
     shown: tuple[dict[str, Any], ...] = ()
     """The first samples as text in runs of (text, trained), as `offloadz data` prints them."""
+    ends: tuple[int, ...] = ()
+    """Tokens that end an answer, as the data taught it."""
 
     def to_json(self) -> dict[str, Any]:
         """What `data.json` holds, so that a report needs neither the records nor the tokenizer."""
@@ -103,7 +106,8 @@ def read_task(config: Config) -> Task:
             "lower it or raise train.epochs"
         )
     shown = tuple(shown_sample(samples, index, tokenizer) for index in range(min(NUM_SHOWN, len(samples))))
-    return Task(samples, evaluation, num_steps, _prompts(config, samples.template, vocab_size), shown)
+    prompts = _prompts(config, samples.template, vocab_size)
+    return Task(samples, evaluation, num_steps, prompts, shown, tuple(sorted(end_ids(tokenizer, samples.template))))
 
 
 def shown_sample(samples: Dataset, index: int, tokenizer: Any) -> dict[str, Any]:

@@ -20,7 +20,8 @@ from offloadz.memory.host import give_back
 from offloadz.model.told import random_states, set_random_states
 from offloadz.plan.errors import ConfigError
 from offloadz.train.forms import RecordError
-from offloadz.train.templates import ChatTemplate, turn_end
+from offloadz.train.templates import ChatTemplate
+from offloadz.train.tokens import end_ids, listed
 
 if TYPE_CHECKING:
     from offloadz.model.run import Run
@@ -60,7 +61,7 @@ class Prompts:
             if not row or max(row) >= vocab_size:
                 most = f"an id of {max(row)}" if row else "no token"
                 raise ConfigError(f"train.sample_prompts: {text!r} has {most}; needed: ids below {vocab_size}")
-        self._ends = _end_ids(tokenizer, template)
+        self._ends = end_ids(tokenizer, template)
 
     @property
     def num_positions(self) -> int:
@@ -106,7 +107,7 @@ class Prompts:
         """Ids of each answer without what ends it, and whether it ended."""
         from transformers import GenerationConfig
 
-        ends = sorted(self._ends | set(_listed(getattr(model.generation_config, "eos_token_id", None))))
+        ends = sorted(self._ends | set(listed(getattr(model.generation_config, "eos_token_id", None))))
         pad = ends[0] if ends else 0
         ids, mask = _padded(self.rows[first:last], pad)
         how = GenerationConfig(
@@ -133,24 +134,6 @@ def _ids_of(text: str, tokenizer: Any, template: ChatTemplate | None) -> list[in
     except RecordError as error:
         raise ConfigError(f"train.sample_prompts: {text!r}: {error}") from error
     return [int(i) for i in tokenizer(asked, add_special_tokens=False, verbose=False)["input_ids"]]
-
-
-def _end_ids(tokenizer: Any, template: ChatTemplate | None) -> set[int]:
-    """The end token, and what the template ends an answer with where that is one token."""
-    ends = set(_listed(tokenizer.eos_token_id))
-    if template is not None:
-        try:
-            piece = tokenizer(turn_end(template), add_special_tokens=False)["input_ids"]
-        except RecordError:
-            return ends
-        ends |= set(piece) if len(piece) == 1 else set()
-    return ends
-
-
-def _listed(value: Any) -> list[int]:
-    if value is None:
-        return []
-    return [int(v) for v in value] if isinstance(value, list | tuple) else [int(value)]
 
 
 def _padded(rows: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:

@@ -268,3 +268,22 @@ def template_notes(template: ChatTemplate, tokenizer: Any) -> list[str]:
             f"write add_tokens = {json.dumps(missing)} under [model]"
         )
     return notes + fixed_date_note(template)
+
+
+def end_ids(tokenizer: Any, template: ChatTemplate | None) -> set[int]:
+    """The end token, and what the template ends an answer with where that is one token."""
+    ends = set(listed(tokenizer.eos_token_id))
+    if template is not None:
+        try:
+            piece = tokenizer(turn_end(template), add_special_tokens=False)["input_ids"]
+        except RecordError:
+            return ends
+        ends |= set(piece) if len(piece) == 1 else set()
+    return ends
+
+
+def listed(ids: Any) -> list[int]:
+    """Ids as configurations write them: none, one, or a list."""
+    if ids is None:
+        return []
+    return [int(i) for i in ids] if isinstance(ids, list | tuple) else [int(ids)]

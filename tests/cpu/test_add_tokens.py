@@ -182,6 +182,8 @@ def test_a_run_with_new_tokens_from_data_to_final(tmp_path: Path, family: str) -
         assert model.get_output_embeddings().weight.shape[0] == 101
         assert tokenizer.convert_tokens_to_ids(list(NEW[:2])) == [99, 100]
         assert tokenizer("w1<end>")["input_ids"] == [10, 100] and tokenizer.eos_token == "</s>"
+        assert tokenizer.chat_template == TEMPLATE  # it has to be asked as it was trained, and stops where a turn ends
+        assert json.loads((path / "generation_config.json").read_text())["eos_token_id"] == [2, 100]
     with pytest.raises(ConfigError, match=r"model\.add_tokens: the checkpoint has \[\"<turn>\", \"<end>\"\]"):
         loop.train(config_from_tables(tables(tmp_path, **{**changes, "model__add_tokens": list(NEW)}), training=True))
     table = AutoModelForCausalLM.from_pretrained(finals[0]).get_input_embeddings().weight
