@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from offloadz.bench import compute, drives
+from offloadz.bench.blocks import blocks
 from offloadz.bench.machine_file import Figures, check_out, conditions, is_busy, text_of, write
 from offloadz.bench.rounds import Measured, Sizes, measured, seconds
 from offloadz.bench.update import Update
@@ -66,7 +67,8 @@ def bench_command(swap: Sequence[str], out: Path | None, sizes: Sizes | None = N
 
 def _processors(sizes: Sizes, threads: int) -> Iterator[Named]:
     """What is measured without drives and GPUs; each is laid out when its turn comes and gone after it."""
-    yield "rates", "float32", "flop/s", compute.products(torch.float32, sizes)
+    yield "rates", "float32", "flop/s", blocks(sizes.tokens, sizes)
+    yield "rates", "float32_few", "flop/s", blocks(sizes.few_tokens, sizes)
     yield "rates", "eager", "flop/s", compute.products(torch.bfloat16, sizes)
     yield "rates", "memory", "B/s", compute.in_place(sizes.copy_bytes)
     yield "rates", "h2d", "B/s", compute.fetching(sizes.copy_bytes)

@@ -1,8 +1,8 @@
 """What processors and memory do: products of a block's shapes, updates, and copies, alone and together.
 
 Copies are made as the lanes of a run make them: bfloat16 weights are widened on their way to where a block computes,
-gradients rounded on their way home, each on one thread.  The trade-off: products are those of a forward pass alone;
-norms, attention and what autograd adds are not in the rate, so a block takes somewhat longer than it says.
+gradients rounded on their way home, each on one thread.  The trade-off: `products` are those of a forward pass alone;
+norms, attention and what autograd adds are in `blocks.py`, where the CPU computes.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from offloadz.plan.errors import ConfigError, DiskFailed
 from offloadz.plan.machine import disk_free
 from offloadz.runtime.transfer import transfer_for
 
-KINDS = ("read", "write", "both")
+KINDS = ("read", "write", "both", "read_parts", "write_parts")
 
 
 def check_path(path: Path, sizes: Sizes) -> None:
@@ -51,21 +51,22 @@ class SwapPath:
         self._ended = False
         names = [f"bench/{number}" for number in range(sizes.num_extents)]
         self._extents = [tier.reserve("scratch", name, sizes.extent_bytes) for name in names]
+        names = [f"part/{number}" for number in range(sizes.num_parts)]
+        self._parts = [tier.reserve("scratch", name, sizes.part_bytes) for name in names]
         tier.allocate()
 
     def fill(self) -> None:
         """The first writes into fresh extents, slower than any later."""
         self._pass(self.tier.write, self._extents, 0)
+        self._pass(self.tier.write, self._parts, 0)
 
     def rate(self, kind: str) -> Callable[[], float]:
         """Bytes/s of a pass; of both at once half the extents are read and the others written."""
-        work = {
-            "read": lambda: self._pass(self.tier.read, self._extents, 0),
-            "write": lambda: self._pass(self.tier.write, self._extents, 0),
-            "both": self._both,
-        }[kind]
-        nbytes = sum(extent.nbytes for extent in self._extents)
-        return lambda: nbytes / seconds(work)
+        if kind == "both":
+            return lambda: _length(self._extents) / seconds(self._both)
+        extents = self._parts if kind.endswith("_parts") else self._extents
+        move = self.tier.read if kind.startswith("read") else self.tier.write
+        return lambda: _length(extents) / seconds(lambda: self._pass(move, extents, 0))
 
     def _both(self) -> None:
         half = len(self._extents) // 2
@@ -81,7 +82,11 @@ class SwapPath:
     def _pass(self, move: Callable[[Extent, torch.Tensor], None], extents: Sequence[Extent], buffer: int) -> None:
         for extent in extents:
             if not self._ended:
-                move(extent, self._buffers[buffer])
+                move(extent, self._buffers[buffer][: extent.nbytes])
+
+
+def _length(extents: Sequence[Extent]) -> int:
+    return sum(extent.nbytes for extent in extents)
 
 
 @contextmanager

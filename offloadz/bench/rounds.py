@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
 
+from offloadz.plan.predict import FEW_TOKENS, MANY_TOKENS, PART_BYTES
+
 SPIN_S = 0.02
 """Threads of torch's team look for work that long after a call; ours would share the cores with them."""
 
@@ -20,10 +22,11 @@ class Sizes:
     """How much a bench moves; the defaults take 15 s on two cores and one drive of 3 GB/s."""
 
     rounds: int = 6
-    tokens: int = 1024
-    hidden: int = 2048
-    inner: int = 5632
-    """Products of `tokens` rows with the matrices of a block of this width."""
+    tokens: int = MANY_TOKENS
+    few_tokens: int = FEW_TOKENS
+    hidden: int = 1024
+    inner: int = 2816
+    """Tokens that a block of this width computes, and rows of its products."""
     product_s: float = 0.5
     """Most seconds of a round of products: where they are slower, fewer rows are taken."""
     elements: int = 32 << 20
@@ -32,11 +35,17 @@ class Sizes:
     extent_bytes: int = 128 << 20
     num_extents: int = 8
     """Extents written and read in each swap path."""
+    num_parts: int = 32
+    """Extents as long as a part of a model."""
+
+    @property
+    def part_bytes(self) -> int:
+        return min(PART_BYTES, self.extent_bytes)
 
     @property
     def disk_bytes(self) -> int:
         """Room that a swap path needs."""
-        return self.extent_bytes * self.num_extents
+        return self.extent_bytes * self.num_extents + self.part_bytes * self.num_parts
 
 
 @dataclass(frozen=True)

@@ -27,14 +27,18 @@ BYTES, RATE, FLOPS, UPDATES, COUNT, TEXT, TABLE, NOTES = (
 UNITS = {
     "host": {"memory": BYTES, "cores": COUNT},
     "rates": {
-        "device": FLOPS, **dict.fromkeys(COMPUTING, FLOPS), "memory": RATE, "memory_shared": RATE, "h2d": RATE,
-        "d2h": RATE, "cpu": UPDATES, "cpu_bf16": UPDATES, "cpu_int8": UPDATES, "cpu_int8_sr": UPDATES,
+        "device": FLOPS, **dict.fromkeys(COMPUTING, FLOPS), "float32_few": FLOPS, "memory": RATE,
+        "memory_shared": RATE, "h2d": RATE, "d2h": RATE, "cpu": UPDATES, "cpu_bf16": UPDATES, "cpu_int8": UPDATES, "cpu_int8_sr": UPDATES,
     },
     "gpu": {"memory": BYTES, **dict.fromkeys(COMPUTING, FLOPS), "bandwidth": RATE, "h2d": RATE, "d2h": RATE},
-    "drive": {"size": BYTES, "read": RATE, "write": RATE, "both": RATE, "endurance": BYTES},
+    "drive": {"size": BYTES, "read": RATE, "write": RATE, "both": RATE, "read_parts": RATE, "write_parts": RATE,
+              "endurance": BYTES},
 }  # fmt: skip
 """The figures of each table of a machine file, with their units."""
-LANES = {"read": "disk_read", "write": "disk_write", "both": "disk_both"}
+LANES = {
+    "read": "disk_read", "write": "disk_write", "both": "disk_both", "read_parts": "disk_read_parts",
+    "write_parts": "disk_write_parts",
+}  # fmt: skip
 """Keys of [[drive]] that are rates, and what they are called in `Machine.rates`."""
 PARTS = {"drive": ("drives", "drive"), "ram": ("memories", "rates"), "gpu": ("gpus", "gpu"), "link": ("links", "gpu")}
 """Kinds of parts: the file that lists them, and the table of a machine file whose figures they are."""
@@ -96,7 +100,7 @@ def read_machine(told: str, base: Machine, swap: Sequence[Path] = (), gpu: bool 
         gpu=_text(tables["gpu"], "model", path, "a GPU") if card else "",
     )
     if gpu and card:
-        of_cpu = {"device", "h2d", "d2h", *COMPUTING}
+        of_cpu = {"device", "h2d", "d2h", "float32_few", *COMPUTING}
         lanes = {lane: figure for lane, figure in lanes.items() if lane not in of_cpu} | card
         found = replace(found, device="cuda", unified=False, device_bytes=int(lanes.pop(GPU_MEMORY).value))
     told_of = f"machine file {path.name} ({_sources(lanes)})" if lanes else base.rates_source
@@ -122,7 +126,7 @@ def with_part(machine: Machine, kind: str, name: str) -> Machine:
     if kind == "gpu":
         figures = {**(part("link", "pcie4-x16", "link") if machine.unified else {}), **figures}
         size = int(figures.pop("memory").value)
-        own = {lane: rate for lane, rate in machine.rates.items() if lane not in COMPUTING}
+        own = {lane: rate for lane, rate in machine.rates.items() if lane not in (*COMPUTING, "float32_few")}
         machine = replace(machine, device="cuda", unified=False, device_bytes=size, gpu=name, rates=own)
     return with_rates(machine, figures)
 
@@ -137,7 +141,8 @@ def with_drives(machine: Machine, names: Sequence[str]) -> Machine:
 def with_rates(machine: Machine, figures: Mapping[str, Figure]) -> Machine:
     """The box with other rates; one of the device holds whatever it computes in, until one for that is told."""
     told = machine.rates_source.removesuffix(" and --set")
-    kept = {k: rate for k, rate in machine.rates.items() if "device" not in figures or k not in COMPUTING}
+    computing = (*COMPUTING, "float32_few")
+    kept = {k: rate for k, rate in machine.rates.items() if "device" not in figures or k not in computing}
     rates = {**kept, **{lane: figure.value for lane, figure in figures.items()}}
     return replace(machine, rates=rates, rates_source=f"{told} and --set")
 

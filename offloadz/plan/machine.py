@@ -63,8 +63,9 @@ class Machine:
     `device_bytes` is the compute device's memory; on a box without a GPU the device *is* the host (`unified`) and both
     figures are one pool.  `rates` is by lane: flop/s for "device", parameters/s for "cpu", bytes/s for the others;
     `rates_source` says where they come from.  More may be known: rates of computation by dtype and kernels
-    (`COMPUTING`), of the update by format ("cpu_bf16", "cpu_int8", "cpu_int8_sr"), of the GPU's own memory
-    ("bandwidth"), and of what lanes share ("memory_shared", "disk_both").
+    (`COMPUTING`; with `_few` for few tokens), of the update by format ("cpu_bf16", "cpu_int8", "cpu_int8_sr"), of the
+    GPU's own memory ("bandwidth"), of short extents ("disk_read_parts", "disk_write_parts"), and of what lanes share
+    ("memory_shared", "disk_both").
     """
 
     name: str
@@ -83,8 +84,11 @@ class Machine:
     def computing(self, dtype: str, kernels: str) -> Machine:
         """The same box with the rate of its device for blocks in `dtype` by `kernels` (auto: eager)."""
         wanted = ("float32",) if dtype == "float32" else (kernels, "eager")
-        known = [self.rates[name] for name in wanted if name in self.rates]
-        return replace(self, rates={**self.rates, "device": known[0]}) if known else self
+        known = [name for name in wanted if name in self.rates]
+        if not known:
+            return self
+        few = {"device_few": self.rates[f"{known[0]}_few"]} if f"{known[0]}_few" in self.rates else {}
+        return replace(self, rates={**self.rates, "device": self.rates[known[0]], **few})
 
     def update_rate(self, state: str) -> tuple[float, str]:
         """Parameters/s of an AdamW update, and the format of state they are known for: `state` if possible, or fp32."""

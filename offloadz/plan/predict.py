@@ -1,29 +1,40 @@
 """The time of a step, by walking its own program over lanes that answer with times.
 
 Two steps are walked one behind the other, as in a run; the second is the steady state, in which the updates of the step
-before run under the forward.  Costs come from the rates of a `Machine`.  The trade-off: lanes do not slow each other
-down in the walk, although they share memory and drives; where their shared rate was measured it bounds the whole step
-(`shared.py`).  Rates that were not measured can be off by a factor of two.
+before run under the forward.  Costs come from the rates of a `Machine`; ops that run side by side slow each other down
+by what they share (`shared.py`).  The trade-off: rates that were not measured can be off by a factor of two.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from offloadz.plan.beside import SharedLanes
 from offloadz.plan.footprint import Batch, saved_bytes
 from offloadz.plan.machine import Machine
 from offloadz.plan.ops import LANES, Op, Program
 from offloadz.plan.passes import compiled
 from offloadz.plan.placement import Placement, accumulates
 from offloadz.plan.recipes import Recipe
-from offloadz.plan.shared import shared_s
-from offloadz.plan.spec import ITEM_BYTES, ModelSpec, aligned
+from offloadz.plan.shared import Sharing, shared_s
+from offloadz.plan.spec import ITEM_BYTES, PART_ELEMENTS, ModelSpec, aligned
 from offloadz.plan.steps import Backward, Finish, Forward, Phase, Turn, build
 from offloadz.plan.timeline import Timeline, from_virtual
-from offloadz.plan.walk import Frontier, VirtualLane, simulate
+from offloadz.plan.walk import Frontier, simulate
+
+MANY_TOKENS, FEW_TOKENS = 1024, 128
+"""Tokens for which rates of computation are told, and those of their `_few`: weights have to be read for any number."""
+
+PART_BYTES = 2 * PART_ELEMENTS
+"""Length of the extents that rates ending in `_parts` are of."""
 
 PIECE_BYTES = 1 << 20
 """What one checksum covers (`memory/tier.py`, which a plan does not import)."""
+
+
+CORES_SHARE = 0.8
+"""A lane that has this share of the work of all cores is what keeps them busy."""
 
 
 @dataclass(frozen=True)
@@ -34,15 +45,21 @@ class Prediction:
     timeline: Timeline
     step_s: float
     busy_s: dict[str, float]
+    """Seconds of work of each lane."""
     disk_read_bytes: int
     disk_written_bytes: int
     shared_s: dict[str, float] = field(default_factory=dict)
     """Least seconds of what several lanes share (`shared.py`)."""
+    taken_s: dict[str, float] = field(default_factory=dict)
+    """Seconds that each lane is busy, slowed down by what runs beside it: what a run measures."""
+    saved_s: dict[str, float] = field(default_factory=dict)
+    """Of `busy_s` what saved inputs take, which alone grow with the tokens of a step."""
 
     @property
     def bottleneck(self) -> str:
-        """The lane, or what lanes share, that is busy longest."""
-        return max((busy := {**self.busy_s, **self.shared_s}), key=lambda name: busy[name])
+        """The lane, or what lanes share, that is busy longest; cores, where no lane alone has most of them."""
+        busy = {**self.busy_s, **self.shared_s, "cores": CORES_SHARE * self.shared_s.get("cores", 0.0)}
+        return max(busy, key=lambda name: busy[name])
 
 
 def training_phases(spec: ModelSpec, batch: Batch) -> tuple[Phase, ...]:
@@ -74,6 +91,7 @@ class Costs:
 
     def __init__(self, spec: ModelSpec, placement: Placement, batch: Batch, machine: Machine) -> None:
         self.spec, self.placement, self.batch, self.rates = spec, placement, batch, machine.rates
+        self.cores = machine.cores
         self.saved_bytes = saved_bytes(spec, placement, batch)
         rate, state = machine.update_rate(spec.recipe.state)  # of AdamW in a format; another is as fast as its bytes
         moved, known = spec.recipe.moved_bytes(placement.storage), Recipe(state).moved_bytes(placement.storage)
@@ -81,6 +99,8 @@ class Costs:
         self.fast = self.rates.get("bandwidth", self.rates["memory"])
         """Bytes/s of the memory that the device computes from."""
         self.widening = 1 + (ITEM_BYTES[placement.compute] / ITEM_BYTES[placement.storage] if placement.widens else 1)
+        self.token_s, self.pass_s = _flop_s(self.rates["device"], self.rates.get("device_few"))
+        self.start_s = {lane: _start_s(self.rates, lane) for lane in ("disk_read", "disk_write")}
 
     def __call__(self, op: Op) -> float:
         if op.lane == "device":
@@ -89,6 +109,8 @@ class Costs:
             return op.nbytes * self.update_s
         if op.verb == "zero.g" and not self.placement.unified:
             return op.nbytes / self.fast  # nothing comes over the bus
+        if op.lane in self.start_s:  # a transfer for each extent
+            return self.nbytes(op) / self.rates[op.lane] + max(len(op.reads), len(op.writes)) * self.start_s[op.lane]
         return self.nbytes(op) * (self.widening / 2 if op.verb == "fetch.w" else 1.0) / self.rates[op.lane]
 
     def nbytes(self, op: Op) -> int:
@@ -119,39 +141,54 @@ class Costs:
         elements = 0 if kind == "module" else op.nbytes
         attention = self.batch.length * self.spec.hidden_size * 2 if kind == "block" else 0
         passes = 1 if op.verb == "forward" else (4 if self.spec.units[op.unit].trainable else 3)
-        return 2.0 * passes * tokens * (elements + attention) / self.rates["device"]
+        return 2.0 * passes * (elements + attention) * (tokens * self.token_s + self.pass_s)
+
+
+def _flop_s(rate: float, few: float | None) -> tuple[float, float]:
+    """Seconds of an operation for each token and, whatever their number, once for each use of a weight."""
+    if few is None or few >= rate:
+        return 1 / rate, 0.0
+    pass_s = (1 / few - 1 / rate) / (1 / FEW_TOKENS - 1 / MANY_TOKENS)
+    return 1 / rate - pass_s / MANY_TOKENS, pass_s
+
+
+def _start_s(rates: Mapping[str, float], lane: str) -> float:
+    """Seconds until a transfer is at its full rate, from what it reaches of extents of `PART_BYTES`."""
+    short = rates.get(f"{lane}_parts", rates[lane])
+    return max(0.0, PART_BYTES / short - PART_BYTES / rates[lane])
 
 
 def predict(spec: ModelSpec, placement: Placement, batch: Batch, machine: Machine) -> Prediction:
     """Simulate two steps and answer with the second."""
     program = step_program(spec, placement, batch)
     costs = Costs(spec, placement, batch, machine)
-    lanes = {lane: VirtualLane(costs) for lane in {op.lane for op in program.ops}}
+    box = SharedLanes({op.lane for op in program.ops}, costs, Sharing(costs).speeds)
     frontier = Frontier()
-    simulate(program, lanes, frontier)
+    simulate(program, box.by_name, frontier)
+    first = {name: len(lane.queue) for name, lane in box.by_name.items()}
+    simulate(program, box.by_name, frontier)
+    box.settle()
     # A step ends when its norm is known: updates and stores of its end run on under the next step's forward.
-    first_s = lanes["device"].free_s
-    for lane in lanes.values():
-        lane.spans.clear()
-    simulate(program, lanes, frontier)
-    timeline = from_virtual(lanes)
+    ends = box.by_name["device"].spans
+    first_s, last_s = ends[first["device"] - 1][2], ends[-1][2]
+    for name, lane in box.by_name.items():
+        del lane.spans[: first[name]]
+    timeline = from_virtual(box.by_name)
     read = sum(costs.nbytes(op) for op in program.ops if op.lane == "disk_read")
     written = sum(costs.written_bytes(op) for op in program.ops if op.lane == "disk_write")
     busy = {lane: sum(costs(op) for op in program.ops if op.lane == lane) for lane in LANES}
     shared = shared_s(program, costs)
-    step_s = max(lanes["device"].free_s - first_s, *shared.values(), 0.0)
-    return Prediction(program, timeline, step_s, busy, read, written, shared)
+    step_s = max(last_s - first_s, *shared.values(), 0.0)
+    saved = {lane: sum(costs(op) for op in program.ops if op.lane == lane and op.verb.endswith(".x")) for lane in busy}
+    return Prediction(program, timeline, step_s, busy, read, written, shared, timeline.busy_s(), saved)
 
 
-def hiding_tokens(
-    spec: ModelSpec, placement: Placement, batch: Batch, prediction: Prediction, machine: Machine
-) -> int | None:
+def hiding_tokens(batch: Batch, prediction: Prediction) -> int | None:
     """The smallest tokens per step whose computation takes as long as the busiest other lane.
 
     Weights, gradients and state move once a step however many tokens it has; saved inputs grow with them.  None where
     saved inputs alone take longer than the computation, so that no number of tokens hides them.
     """
-    costs = Costs(spec, placement, batch, machine)
     compute_s = prediction.busy_s["device"] / batch.tokens
     if compute_s <= 0:
         return None
@@ -159,9 +196,7 @@ def hiding_tokens(
     for lane, busy in prediction.busy_s.items():
         if lane == "device":
             continue
-        growing = (
-            sum(costs(op) for op in prediction.program.ops if op.lane == lane and op.verb.endswith(".x")) / batch.tokens
-        )
+        growing = prediction.saved_s.get(lane, 0.0) / batch.tokens
         fixed = busy - growing * batch.tokens
         if fixed <= 0 and growing <= compute_s:
             continue

@@ -3,8 +3,7 @@
 Everything stays in memory while it fits in nine tenths of what is available; then optimizer state goes to disk, then
 gradients, parameters, and saved inputs, in the order of bytes won per byte that moves in a step.  What a user fixed
 stays as it is.  The winner is simulated once for its time.  The trade-off: no candidate is simulated against another,
-so a faster placement that also fits may be missed.  For a 13B model on disk the search takes tenths of a second, the
-simulation of its 23,000 ops three seconds, and a refusal, which tries pairs of changes, up to six (two cores).
+so a faster placement that also fits may be missed.
 """
 
 from __future__ import annotations
@@ -18,10 +17,11 @@ from offloadz.plan.change import TO_DISK, Asked, needed, smallest_change
 from offloadz.plan.change import human as human
 from offloadz.plan.copies import copies_reason, copy_choices, linked, num_kept
 from offloadz.plan.errors import ConfigError
+from offloadz.plan.estimate import estimate
 from offloadz.plan.footprint import BASELINE_BYTES, Batch, Footprint, computation, footprint
 from offloadz.plan.machine import Machine
 from offloadz.plan.placement import KINDS, Placement
-from offloadz.plan.predict import Prediction, hiding_tokens, predict
+from offloadz.plan.predict import Prediction, hiding_tokens
 from offloadz.plan.recipes import Recipe
 from offloadz.plan.spec import ModelSpec
 from offloadz.plan.wear import NO_WEAR, Wear, wear_of
@@ -98,6 +98,8 @@ class Plan:
     tokens_per_s: float = 0.0
     bottleneck: str = ""
     busy_s: dict[str, float] | None = None
+    taken_s: dict[str, float] | None = None
+    """Seconds of work of each lane, and how long it is busy with it, slowed down by what runs beside it."""
     wear: Wear = NO_WEAR
     smallest_tokens_per_step: int | None = None
     rates_source: str = ""
@@ -146,7 +148,8 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """The object that `offloadz plan --json` prints and `plan.json` holds."""
         same = (
-            "fits", "smallest_change", "shortage", "step_s", "tokens_per_s", "bottleneck", "busy_s", "bytes", "peak",
+            "fits", "smallest_change", "shortage", "step_s", "tokens_per_s", "bottleneck", "busy_s", "taken_s",
+            "bytes", "peak",
             "limits", "limit_source", "recipe", "slots", "sweeps", "micro_batch_size", "commit", "device", "threads",
             "smallest_tokens_per_step", "rates_source", "machine",
         )  # fmt: skip
@@ -188,15 +191,16 @@ def decide(spec: ModelSpec, machine: Machine, wishes: Wishes) -> Plan:
 
 
 def _timed(plan: Plan, spec: ModelSpec, machine: Machine) -> Plan:
-    found: Prediction = predict(spec, plan.placement, plan.batch, machine)
+    found: Prediction = estimate(spec, plan.placement, plan.batch, machine)
     return replace(
         plan,
         step_s=found.step_s,
         tokens_per_s=plan.batch.tokens / found.step_s if found.step_s else 0.0,
         bottleneck=found.bottleneck,
         busy_s=found.busy_s,
+        taken_s=found.taken_s,
         wear=wear_of(spec, plan.placement, found.disk_written_bytes, found.step_s, machine.drive),
-        smallest_tokens_per_step=hiding_tokens(spec, plan.placement, plan.batch, found, machine),
+        smallest_tokens_per_step=hiding_tokens(plan.batch, found),
     )
 
 

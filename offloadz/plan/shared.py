@@ -1,15 +1,18 @@
-"""What lanes share: a drive that reads and writes at once, and host memory, which all transfers and updates pass.
+"""What lanes share: cores, a drive that reads and writes at once, and host memory, which all but computations pass.
 
-A step is never shorter than the bytes it moves through such a thing take, at the rate that thing gives to several at
-once.  Only a machine file that measured this rate (`offloadz bench` does) brings a bound.  The trade-off: the bound is
-one for the whole step; a moment of it in which all lanes are busy is not seen, and neither is what a CPU's own products
-read from memory.
+Two answers from the same figures.  `Sharing.speeds` says how much slower ops are that run side by side (`beside.py`
+asks).  `shared_s` says how long a step takes at least of what is shared, whatever its order.  Memory and drive count
+only where a machine file measured what they give to several at once (`offloadz bench` does); cores are always known,
+and count where the CPU computes.  The trade-off: what is asked for too much is dealt out by what each asks for, as the
+kernel does with threads; what caches and a drive's queue make of a mixture is in the measured rates or nowhere.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from offloadz.plan.beside import Active
 from offloadz.plan.ops import Op, Program
 
 if TYPE_CHECKING:
@@ -18,10 +21,66 @@ if TYPE_CHECKING:
 DISK_PASSES = 2
 """Times a byte that comes from or goes to a drive passes host memory: the transfer, and its checksum."""
 
+SUMMED = 1.0e10
+"""Bytes/s of checksums on one core, which is what a transfer asks of the processor (docs/log.md)."""
+
+Demand = dict[str, float]
+"""Of what is shared: cores, bytes/s."""
+
+
+class Sharing:
+    """What each kind of op asks for at full speed, and what there is."""
+
+    def __init__(self, costs: Costs) -> None:
+        self.costs, rates = costs, costs.rates
+        self.limits: Demand = {"cores": float(costs.cores)} if costs.placement.unified else {}
+        if "memory_shared" in rates:
+            self.limits["memory"] = rates["memory_shared"]
+        self.both = _both(rates["disk_read"], rates["disk_write"], rates.get("disk_both"))
+        """What is left of the speed of a read and of a write on the same drive at once."""
+
+    def demand(self, lane: str, verb: str) -> Demand:
+        """What an op asks for."""
+        costs, rates = self.costs, self.costs.rates
+        if lane == "device":
+            return {"cores": float(costs.cores)}
+        if lane == "cpu":
+            moved = costs.spec.recipe.moved_bytes(costs.placement.storage)
+            return {"cores": float(costs.cores), "memory": moved / costs.update_s}
+        if lane.startswith("disk"):
+            return {"cores": min(1.0, rates[lane] / SUMMED), "memory": DISK_PASSES * rates[lane]}
+        return {"cores": 1.0, "memory": rates[lane] * _passes(verb, costs.placement.unified)}
+
+    def speeds(self, active: Active) -> Iterator[float]:
+        """For each of the ops that run at once: its speed, 1 for full."""
+        asked = [self.demand(*op) for op in active]
+        scarce = {}
+        for name, limit in self.limits.items():
+            each = [demand.get(name, 0.0) for demand in asked]
+            scarce[name] = min(1.0, max(limit, *each) / max(sum(each), 1e-30))
+        drive = self.both if {"disk_read", "disk_write"} <= {lane for lane, _ in active} else 1.0
+        for (lane, _), demand in zip(active, asked, strict=True):
+            slowest = min((scarce[name] for name, much in demand.items() if much and name in scarce), default=1.0)
+            yield min(slowest, drive if lane.startswith("disk") else 1.0)
+
+
+def _both(read: float, write: float, both: float | None) -> float:
+    """The speed left to each of a read and a write of equal length, begun together, that moved `both` bytes/s in all:
+    the faster one ends first, and the other goes on alone."""
+    if both is None:
+        return 1.0
+    fast, slow = max(read, write), min(read, write)
+    beside = fast * (2 / both - 1 / slow) + 1  # over the time that the faster one takes alone
+    return min(1.0, 1 / beside) if beside > 0 else 1.0
+
 
 def shared_s(program: Program, costs: Costs) -> dict[str, float]:
-    """Seconds that a step takes at least of what its lanes share: "memory", "drive"; empty where no rate is known."""
+    """Seconds that a step takes at least of what its lanes share: "cores", "memory", "drive", as far as known."""
     rates, found = costs.rates, {}
+    if costs.placement.unified:
+        sharing = Sharing(costs)
+        worked = sum(costs(op) * sharing.demand(op.lane, op.verb)["cores"] for op in program.ops if op.lane != "net")
+        found["cores"] = worked / costs.cores
     if "memory_shared" in rates:
         found["memory"] = sum(_memory_bytes(op, costs) for op in program.ops) / rates["memory_shared"]
     if "disk_both" in rates:
@@ -30,10 +89,15 @@ def shared_s(program: Program, costs: Costs) -> dict[str, float]:
     return found
 
 
+def _passes(verb: str, unified: bool) -> float:
+    """Times a byte that is copied passes host memory."""
+    return 2.0 if unified else float(verb != "zero.g")
+
+
 def _memory_bytes(op: Op, costs: Costs) -> float:
     """Bytes an op reads and writes in host memory."""
     if op.lane == "cpu":
         return op.nbytes * costs.spec.recipe.moved_bytes(costs.placement.storage)
     if op.lane in ("h2d", "d2h"):
-        return costs.nbytes(op) * (2.0 if costs.placement.unified else float(op.verb != "zero.g"))
+        return costs.nbytes(op) * _passes(op.verb, costs.placement.unified)
     return costs.nbytes(op) * DISK_PASSES if op.lane.startswith("disk") else 0.0

@@ -84,7 +84,9 @@ def build(
         if isinstance(phase, Forward):
             for turn in phase.turns:
                 script.updates(spec.seats[turn.seat].units)
+                script.depart()
                 script.forward(turn)
+            script.depart()
         elif isinstance(phase, Backward):
             script.updates(tuple(script.pending))
             for index, turn in enumerate(phase.turns):
@@ -125,6 +127,8 @@ class Script:
     phase: str = "forward"
     arrived: list[int] = field(default_factory=list)
     """Units whose gradient lies rounded in a host slot, to be updated in place."""
+    leaving: list[tuple[Turn, int, int]] = field(default_factory=list)
+    """Inputs (turn, unit, micro-batch) that were computed from and are still live."""
 
     def emit(self, lane: str, verb: str, **fields: object) -> None:
         self.ops.append(Op(lane, verb, self.phase, **fields))  # type: ignore[arg-type]
@@ -171,7 +175,7 @@ class Script:
                 saves = turn.graded and seat.kind != "head"
                 self.compute("forward", turn, unit, micro, places, (f"x{turn.call}.{micro}@live",) if saves else ())
                 if saves:
-                    self.keep(turn, unit, micro)
+                    self.leaving.append((turn, unit, micro))
 
     def compute(
         self, verb: str, turn: Turn, unit: int, micro: int, reads: tuple[str, ...], writes: tuple[str, ...]
@@ -181,6 +185,13 @@ class Script:
             "device", verb, reads=reads, writes=writes, seat=turn.seat, unit=unit, call=turn.call, micro=micro,
             nbytes=size,
         )  # fmt: skip
+
+    def depart(self) -> None:
+        """Send home the inputs of the turn before, behind the updates of the one to come: a lane that writes would
+        else hold those up until the computation between them is done."""
+        for turn, unit, micro in self.leaving:
+            self.keep(turn, unit, micro)
+        self.leaving.clear()
 
     def keep(self, turn: Turn, unit: int, micro: int) -> None:
         """Send the input of a micro-batch to its home."""

@@ -11,9 +11,9 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from offloadz.plan.ops import LANES, Op
-from offloadz.plan.walk import VirtualLane
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,13 @@ def read_traces(directory: Path, steps: Iterable[int]) -> list[Timeline]:
     return [found for path in paths if path.exists() for found in read_trace(path)]
 
 
-def from_virtual(lanes: Mapping[str, VirtualLane], since_s: float = 0.0, name: str = "predicted") -> Timeline:
+class Spanned(Protocol):
+    """A simulated lane."""
+
+    spans: list[tuple[Op, float, float]]
+
+
+def from_virtual(lanes: Mapping[str, Spanned], since_s: float = 0.0, name: str = "predicted") -> Timeline:
     """The timeline of simulated lanes, without what ended before `since_s`."""
     spans = []
     for lane in lanes.values():

@@ -15,14 +15,14 @@ from offloadz.bench.command import bench_command
 from offloadz.bench.machine_file import FIRST_LINE, Figures, conditions, text_of
 from offloadz.bench.rounds import Measured, Sizes, measured
 from offloadz.config import load_config
-from offloadz.plan.catalogue import read_machine
+from offloadz.plan.catalogue import LANES, read_machine
 from offloadz.plan.errors import ConfigError
 from offloadz.plan.machine import TYPICAL_RATES, host_limit, probe_machine
 from offloadz.plan.wishes import question
 
 SMALL = Sizes(
-    rounds=2, tokens=16, hidden=64, inner=128, product_s=0.02, elements=1 << 18, copy_bytes=2 << 20,
-    extent_bytes=2 << 20, num_extents=4,
+    rounds=2, tokens=16, few_tokens=4, hidden=64, inner=128, product_s=0.02, elements=1 << 18, copy_bytes=2 << 20,
+    extent_bytes=2 << 20, num_extents=4, num_parts=2,
 )  # fmt: skip
 CHILD = """
 import sys
@@ -54,9 +54,21 @@ def test_what_is_measured_is_what_a_plan_reads(swap: Path, tmp_path: Path, capsy
     told = tomllib.loads(out.read_text())
     assert [drive["path"] for drive in told["drive"]] == [str(swap), str(other)]
     found = read_machine(str(out), probe_machine(), [swap])
-    for key, lane in (("read", "disk_read"), ("write", "disk_write"), ("both", "disk_both")):
+    for key, lane in LANES.items():
         assert found.rates[lane] == told["drive"][0][key] > 0
-    lanes = {"float32", "eager", "memory", "memory_shared", "h2d", "d2h", "cpu", "cpu_bf16", "cpu_int8", "cpu_int8_sr"}
+    lanes = {
+        "float32",
+        "float32_few",
+        "eager",
+        "memory",
+        "memory_shared",
+        "h2d",
+        "d2h",
+        "cpu",
+        "cpu_bf16",
+        "cpu_int8",
+        "cpu_int8_sr",
+    }
     assert lanes == set(told["rates"]) and all(found.rates[lane] == told["rates"][lane] > 0 for lane in lanes)
     assert found.rates_source.startswith("machine file box.toml (") and "measured 20" in found.rates_source
     assert "typical" not in found.rates_source, "all that a plan takes from it was measured"
@@ -65,7 +77,7 @@ def test_what_is_measured_is_what_a_plan_reads(swap: Path, tmp_path: Path, capsy
         told["conditions"]
     )
     assert told["spread"].keys() == {f"rates.{lane}" for lane in lanes} | {
-        f"{path}.{kind}" for path in (swap, other) for kind in ("read", "write", "both")
+        f"{path}.{kind}" for path in (swap, other) for kind in LANES
     }
     assert all(f"{name} " in said for name in ("rates.float32", f"{other} both")), "each figure is said"
     assert not [*swap.iterdir(), *other.iterdir()]

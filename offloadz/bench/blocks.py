@@ -1,0 +1,66 @@
+"""How fast a block computes: its forward without a graph and its backward with recomputation, as a step has them.
+
+A block of the usual make (norms, attention with rotary positions, a gated feed-forward) over one row of tokens, with
+gradients that are added to.  Few tokens are measured besides many, because weights have to be read for any number of
+them.  The trade-off: one width stands for all; blocks of 768 to 2,048 lie within a tenth of each other.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from offloadz.bench.compute import Rate
+from offloadz.bench.rounds import Sizes, seconds
+from offloadz.memory.host import map_large_blocks
+
+PASSES = 5
+"""Products with each weight in a step: one forward, and a backward that recomputes it first."""
+HEAD = 64
+
+
+class Block(nn.Module):
+    """One block `hidden` wide."""
+
+    def __init__(self, hidden: int, inner: int) -> None:
+        super().__init__()
+        shapes = [(hidden, hidden)] * 4 + [(inner, hidden)] * 2 + [(hidden, inner)]
+        self.weights = nn.ParameterList([torch.randn(shape).mul_(0.02) for shape in shapes])
+        self.norms = nn.ModuleList([nn.RMSNorm(hidden), nn.RMSNorm(hidden)])
+        for weight in self.parameters():
+            weight.grad = torch.zeros_like(weight)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        query, key, value, out, gate, up, down = self.weights
+        normed, linear = self.norms[0](hidden), nn.functional.linear
+        q, k, v = (self._heads(linear(normed, weight)) for weight in (query, key, value))
+        mixed = nn.functional.scaled_dot_product_attention(_turned(q), _turned(k), v, is_causal=True)
+        hidden = hidden + linear(mixed.transpose(1, 2).reshape(hidden.shape), out)
+        normed = self.norms[1](hidden)
+        return hidden + linear(nn.functional.silu(linear(normed, gate)) * linear(normed, up), down)
+
+    def _heads(self, wide: Tensor) -> Tensor:
+        rows, length, hidden = wide.shape
+        return wide.view(rows, length, max(1, hidden // HEAD), -1).transpose(1, 2)
+
+
+def _turned(heads: Tensor) -> Tensor:
+    """As rotary positions do it: two products and a sum, whatever the angle."""
+    half = heads.shape[-1] // 2
+    return heads * 0.5 + torch.cat((-heads[..., half:], heads[..., :half]), -1) * 0.5
+
+
+def blocks(tokens: int, sizes: Sizes) -> Rate:
+    """Flop/s of a block over `tokens` tokens in float32, counted as a plan counts them."""
+    map_large_blocks()
+    block = Block(sizes.hidden, sizes.inner)
+    hidden = torch.randn(1, tokens, sizes.hidden)
+    elements = sum(weight.numel() for weight in block.parameters()) + 2 * tokens * sizes.hidden
+
+    def work() -> None:
+        with torch.no_grad():
+            block(hidden)
+        out = block(hidden.detach().requires_grad_())
+        torch.autograd.backward([out], [hidden])
+
+    return lambda: 2 * PASSES * tokens * elements / seconds(work)

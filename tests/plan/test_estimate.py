@@ -1,0 +1,134 @@
+"""A plan for many equal blocks, from a few of them: the same numbers as a walk over all; and lanes that share."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from offloadz.plan.beside import SharedLanes
+from offloadz.plan.estimate import equal_blocks, estimate, without
+from offloadz.plan.footprint import Batch
+from offloadz.plan.machine import Machine
+from offloadz.plan.ops import Op, Program
+from offloadz.plan.placement import Placement
+from offloadz.plan.predict import Costs, predict, step_program
+from offloadz.plan.shapes import ParamInfo, TableInfo, make_spec
+from offloadz.plan.shared import Sharing
+from offloadz.plan.spec import ModelSpec
+from offloadz.plan.walk import Frontier, simulate
+
+GIB = 1 << 30
+BOX = Machine("box", 64 * GIB, "a test", device_bytes=64 * GIB, cores=2)
+
+
+def model(blocks: int, odd: int = -1) -> ModelSpec:
+    """Blocks of four matrices, the block `odd` with a wider one; a tied table; bfloat16."""
+    params = [ParamInfo("emb.weight", (2048, 512))]
+    for i in range(blocks):
+        params += [ParamInfo(f"layers.{i}.{n}.weight", (512 * (1 + (i == odd)), 512)) for n in "abcd"]
+    sizes = {"hidden_size": 512, "vocab_size": 2048, "num_attention_heads": 8}
+    tables, heads = [TableInfo("emb", "emb.weight")], [TableInfo("head", "emb.weight")]
+    return make_spec(params, [f"layers.{i}" for i in range(blocks)], tables, heads, dtype="bfloat16", config=sizes)
+
+
+@pytest.mark.parametrize("commit", ["hold", "in_place"])
+@pytest.mark.parametrize("tiers", [("host", "host", "host", "device"), ("disk", "disk", "disk", "disk")])
+def test_a_few_blocks_tell_of_many(tiers: tuple[str, ...], commit: str) -> None:
+    spec, batch = model(26), Batch(2, 64, 1)
+    place = Placement(*tiers, storage="bfloat16", commit=commit)
+    machine = replace(BOX, rates={**BOX.rates, "disk_both": 1.6e9, "memory_shared": 1.5e10})
+    whole, found = predict(spec, place, batch, machine), estimate(spec, place, batch, machine)
+    assert len(found.program) < 0.6 * len(whole.program)
+    assert (found.disk_read_bytes, found.disk_written_bytes) == (whole.disk_read_bytes, whole.disk_written_bytes)
+    assert found.step_s == pytest.approx(whole.step_s, rel=0.01)
+    for name in ("busy_s", "shared_s", "saved_s"):
+        assert getattr(found, name) == pytest.approx(getattr(whole, name), rel=1e-6)
+    assert found.taken_s == pytest.approx(whole.taken_s, rel=0.02)
+
+
+def test_only_blocks_that_are_alike_stand_for_each_other() -> None:
+    spec = model(26, odd=4)
+    first, count = equal_blocks(spec)
+    assert (spec.seats[first].name, count) == ("layers.5", 21)
+    left = without(spec, first + 6, count - 6)
+    assert [s.name for s in left.seats if s.kind == "block"] == [f"layers.{i}" for i in range(11)]
+    assert left.shared_units and left.units[left.seats[-1].units[0]] == spec.units[spec.seats[-1].units[0]]
+    batch, place = Batch(1, 64, 1), Placement(storage="bfloat16")
+    whole, found = predict(spec, place, batch, BOX), estimate(spec, place, batch, BOX)
+    assert found.busy_s == pytest.approx(whole.busy_s, rel=1e-6)
+
+
+def lanes_of(*ops: Op, speeds: Any) -> dict[str, Any]:
+    box = SharedLanes({op.lane for op in ops}, lambda op: float(op.nbytes), speeds)
+    simulate(Program(ops), box.by_name, Frontier())
+    box.settle()
+    return {name: [(op.verb, start, end) for op, start, end in lane.spans] for name, lane in box.by_name.items()}
+
+
+def test_ops_that_share_slow_each_other_while_both_run() -> None:
+    ops = (Op("cpu", "a", "update", nbytes=4), Op("disk_read", "b", "update", nbytes=1),
+           Op("disk_read", "c", "update", nbytes=2, after=(0,)))  # fmt: skip
+    found = lanes_of(*ops, speeds=lambda active: [0.5 if len(active) > 1 else 1.0 for _ in active])
+    assert found == {"cpu": [("a", 0.0, 5.0)], "disk_read": [("b", 0.0, 2.0), ("c", 5.0, 7.0)]}
+
+
+def speeds(machine: Machine, *active: tuple[str, str]) -> list[float]:
+    place = Placement("disk", "disk", "disk", "disk", storage="bfloat16")
+    return list(Sharing(Costs(model(2), place, Batch(1, 64, 1), machine)).speeds(active))
+
+
+def test_cores_are_shared_between_computation_updates_and_copies() -> None:
+    assert speeds(BOX, ("device", "forward")) == speeds(BOX, ("cpu", "update")) == [1.0]
+    assert speeds(BOX, ("device", "forward"), ("cpu", "update")) == [0.5, 0.5]
+    assert speeds(BOX, ("device", "forward"), ("d2h", "drain.g")) == pytest.approx([2 / 3, 2 / 3])
+    assert all(0.85 < speed < 1 for speed in speeds(BOX, ("device", "forward"), ("disk_read", "load.w")))
+
+
+def test_a_drive_that_reads_and_writes_does_both_slower_where_that_was_measured() -> None:
+    both = ("disk_read", "load.s"), ("disk_write", "store.s")
+    assert speeds(BOX, *both) == [1.0, 1.0]
+    rates = {**BOX.rates, "disk_read": 3e9, "disk_write": 6e9, "disk_both": 4e9}
+    found = speeds(replace(BOX, rates=rates), *both)
+    assert found[0] == found[1]
+    faster = 1 / (6e9 * found[0])  # then the slower one goes on alone
+    assert 2 / (faster + (1 - faster * 3e9 * found[0]) / 3e9) == pytest.approx(4e9)
+
+
+def test_memory_is_shared_where_it_was_measured_and_never_slows_one_alone() -> None:
+    rates = {**BOX.rates, "memory_shared": 1e9}
+    machine = replace(BOX, cores=64, rates=rates)
+    assert speeds(machine, ("cpu", "update")) == [1.0]
+    found = speeds(machine, ("cpu", "update"), ("h2d", "fetch.w"))
+    assert found[0] == found[1] < 1.0
+    assert speeds(machine, ("device", "forward"), ("h2d", "fetch.w"))[0] > 0.9
+
+
+def test_few_tokens_and_short_extents_have_rates_of_their_own() -> None:
+    place = Placement("disk", "disk", "disk", "disk", storage="bfloat16")
+    rates = {**BOX.rates, "device": 2e11, "device_few": 1e11}
+    for tokens, rate in ((1024, 2e11), (128, 1e11)):
+        costs = [Costs(model(2), place, Batch(1, tokens, 1), replace(BOX, rates=r)) for r in (BOX.rates, rates)]
+        op = next(
+            o for o in step_program(model(2), place, Batch(1, tokens, 1)).ops if o.verb == "backward" and o.unit > 0
+        )
+        assert costs[1](op) == pytest.approx(costs[0](op) * BOX.rates["device"] / rate)
+    slow = Costs(model(2), place, Batch(1, 64, 1), replace(BOX, rates={**BOX.rates, "disk_read_parts": 1e8}))
+    plain = Costs(model(2), place, Batch(1, 64, 1), BOX)
+    loads = [o for o in step_program(model(2), place, Batch(1, 64, 1)).ops if o.verb == "load.w"]
+    start = (8 << 20) / 1e8 - (8 << 20) / BOX.rates["disk_read"]
+    for op in loads:
+        assert slow(op) == pytest.approx(plain(op) + len(op.reads) * start)
+
+
+def test_updates_run_under_the_forward_before_their_own_also_with_inputs_on_disk() -> None:
+    """A saved input that waits for its computation must not stand before the stores of the next block's update."""
+    place = Placement("disk", "disk", "disk", "disk", storage="bfloat16")
+    program = step_program(model(4), place, Batch(1, 64, 1))
+    stores = [
+        i for i, op in enumerate(program.ops) if op.lane == "disk_write" and op.phase == "update" and op.unit == 2
+    ]
+    kept = next(i for i, op in enumerate(program.ops) if op.verb == "store.x" and op.unit == 1)
+    computed = next(i for i, op in enumerate(program.ops) if op.verb == "forward" and op.unit == 1)
+    assert max(stores) < computed < kept
