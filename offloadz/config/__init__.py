@@ -84,7 +84,6 @@ _LATER = "is not built yet"
 NOT_BUILT: tuple[NotBuilt, ...] = (
     NotBuilt("model.dtype", ("float16",), "is refused: its range needs a loss scaler", '"bfloat16" or "float32"'),
     NotBuilt("model.kernels", ("compile", "liger"), _LATER, '"auto" or "eager"'),
-    NotBuilt("offload.commit", ("shadow",), _LATER, '"auto", "hold" or "in_place"'),
     NotBuilt("offload.zero_stage", (1, 2, 3), "needs several ranks, which are not built yet", '"auto" or 0'),
 )
 

@@ -3,6 +3,7 @@
 Files of `state/` exist in `num` copies with the same offsets (`weights.0.bin`, `weights.1.bin`, ...).  Per extent one
 copy is *live* (of the last flip) and at most one is *next* (written since).  A write goes to `next`, which is chosen at
 the first write after a flip among the copies that are neither live nor pinned by a checkpoint; a read gives the newest.
+What is *proposed* is written to `next` as well, and nobody reads it until it is decided, if ever.
 Left to others: files and bytes (`disk.py`), the record on the drive (`record.py`).  The trade-off: every extent takes
 2 + kept times its room, for which a step is whole or not there at all, and a checkpoint costs no byte.
 """
@@ -35,6 +36,7 @@ class Copies:
         self._held: dict[Extent, tuple[int, int]] = {}  # (live, next); replaced as one, so a reader sees both or none
         self._tables: dict[tuple[Extent, int], torch.Tensor] = {}
         self._order: dict[Extent, int] = {}
+        self._proposed: set[Extent] = set()
         self.pins: dict[Path, tuple[int, ...]] = {}
         """Directory of a checkpoint to the copy of each extent that it holds."""
 
@@ -51,7 +53,24 @@ class Copies:
     def newest(self, extent: Extent) -> int:
         """The copy that a read gives; NONE reads as zeros."""
         live, following = self._held[extent]
-        return live if following == NONE else following
+        return live if following == NONE or extent in self._proposed else following
+
+    def at_rest(self, extent: Extent) -> bool:
+        """Whether an extent was written since the last flip, and not as a proposal."""
+        return self._held[extent][1] != NONE and extent not in self._proposed
+
+    def propose(self, extent: Extent) -> None:
+        """What is written to an extent from now on is read only once it is decided; nothing else may be unflipped."""
+        assert not self.at_rest(extent)
+        self._proposed.add(extent)
+
+    def decide(self, taken: bool) -> None:
+        """What was proposed is the newest from now on, or was never written; nobody writes meanwhile."""
+        for extent in () if taken else self._proposed:
+            live, following = self._held[extent]
+            self._held[extent] = (live, NONE)
+            self._tables.pop((extent, following), None) if following != NONE else None
+        self._proposed.clear()
 
     def to_write(self, extent: Extent) -> int:
         """The copy that a write goes to; the same one until the next flip."""
@@ -85,13 +104,14 @@ class Copies:
     @property
     def unflipped(self) -> set[str]:
         """Files that were written since the last flip."""
-        pairs = ((e, following) for e, (_, following) in self._held.items() if following != NONE)
+        held = ((e, following) for e, (_, following) in self._held.items() if e not in self._proposed)
+        pairs = ((e, following) for e, following in held if following != NONE)
         return {copy_file(extent.file, following) for extent, following in pairs}
 
     def flip(self) -> None:
-        """What is newest is live from now on."""
+        """What is newest is live from now on; what is proposed stays so."""
         for extent, (live, following) in self._held.items():
-            if following == NONE:
+            if following == NONE or extent in self._proposed:
                 continue
             self._held[extent] = (following, NONE)
             self._tables.pop((extent, live), None) if live != NONE else None

@@ -219,6 +219,14 @@ class DiskTier:
             raise ValueError(f"disk tier: {extent.label!r} exists in copies and is written whole, not {nbytes} bytes")
         self._run(self._write, extent, buffer, self._checked(extent, buffer, nbytes, offset), offset)
 
+    def propose(self, extent: Extent) -> None:
+        """What is written to an extent in copies is read only after `shadow.copies.decide(True)`, until then what was
+        valid before.  What was written at rest and never flipped is made valid first.  Raises DiskFailed."""
+        if self.shadow is None:
+            raise ValueError(f"disk tier: {extent.label!r} is not in copies, so nothing can be proposed beside it")
+        for share in self._shares[extent]:
+            self.shadow.propose(share)
+
     def _write(self, share: Extent, buffer: torch.Tensor, nbytes: int, offset: int) -> None:
         file, table = self._spot(share, nbytes, offset, writing=True)
         length = rounded(nbytes)

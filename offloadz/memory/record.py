@@ -97,6 +97,12 @@ def put_record(path: Path, data: bytes) -> None:
         raise
 
 
+def drop_record(path: Path) -> None:
+    """Remove a record, durably; there may be none."""
+    path.unlink(missing_ok=True)
+    flush_directory(path.parent)
+
+
 def write_flushed(path: Path, data: bytes) -> None:
     """A private file whose bytes are on the drive."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)

@@ -30,6 +30,7 @@ from offloadz.memory.record import (
     FLIP_FILE,
     TABLES_FILE,
     Saved,
+    drop_record,
     flush_directory,
     make_directories,
     put_record,
@@ -112,6 +113,21 @@ class Shadow:
             raise _failed(error, "flush", self.where(file), valid) from error
         self.copies.flip()
         self.flipped, self.worth_keeping = note, self.keeps
+
+    def propose(self, extent: Extent) -> None:
+        """What is written to an extent from now on is read only once it is decided.
+
+        What was written at rest since the last flip (the first weights, a checkpoint that was loaded) is kept then,
+        without a record: one that is there told of what was before, and goes.
+        """
+        if self.copies.at_rest(extent):
+            try:
+                drop_record(self.path / STATE / FLIP_FILE)
+            except OSError as error:
+                raise _failed(error, "remove", self.path / STATE / FLIP_FILE, True) from error
+            self.copies.flip()
+            self.flipped, self.worth_keeping = None, False
+        self.copies.propose(extent)
 
     def _is_lost(self) -> bool:
         """Whether a file of the state is not under its name any more; said once."""

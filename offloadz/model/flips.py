@@ -35,7 +35,7 @@ STATIC = ("written", "cuts", "buffer_names", "parameters")
 def begin(run: Any) -> None:
     """Lay beside the state what never changes, and have every decided step tell what does; nothing without copies."""
     shadow = shadow_of(run)
-    if shadow is None or not run.session.placement.flips:
+    if shadow is None:
         return
     stock, state = RunStock(run), shadow.path / "state"
     (state / MODEL).mkdir(mode=0o700, exist_ok=True)
@@ -60,15 +60,15 @@ def told_now(run: Any, stock: RunStock, extra: Mapping[str, Any]) -> dict[str, A
 
 
 def shadow_of(run: Any) -> Shadow | None:
-    """The state in copies of a run, if it has any."""
+    """The state in copies of a run, where it is all that a step changes."""
     disk = getattr(getattr(run.session, "room", None), "disk", None)
-    return disk.shadow if disk is not None else None
+    return disk.shadow if disk is not None and run.session.placement.flips else None
 
 
 def cannot_link(run: Any, target: Path, going: tuple[Path, ...] = ()) -> str:
     """Why a checkpoint at `target` cannot be links; empty if it can."""
     shadow = shadow_of(run)
-    if shadow is None or not run.session.placement.flips:
+    if shadow is None:
         return "the state is not on disk in copies"
     if not run.session.room.disk.checksum:
         return "offload.checksum is false, and what is not checked cannot be trusted later"

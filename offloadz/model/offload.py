@@ -32,7 +32,7 @@ from offloadz.model.weights import names_of, source_of
 from offloadz.plan.errors import ConfigError, DoesNotFit
 from offloadz.plan.footprint import score_copies
 from offloadz.plan.machine import probe_machine
-from offloadz.plan.placement import KINDS, TIERS
+from offloadz.plan.placement import COMMITS, KINDS, TIERS
 from offloadz.plan.rooms import apart, rooms_of
 from offloadz.plan.search import Plan, Wishes, decide
 from offloadz.plan.spec import ITEM_BYTES, ModelSpec
@@ -93,8 +93,8 @@ def offload(
     grows as met).  `blocks`: names of the lists of blocks, where the longest list is not meant.  `output`: directory of
     the run, which owns its swap directory.
 
-    `slots`, `sweeps`: 0 leaves them to the plan.  `max_grad_norm`: 0 is off.  `commit`: auto or hold, or in_place
-    (updates as gradients come, nothing kept: only without clipping, and an error within a step ends the run).
+    `slots`, `sweeps`: 0 leaves them to the plan.  `max_grad_norm`: 0 is off.  `commit`: auto, hold, shadow (updates
+    as gradients come, into a second copy) or in_place (the same, nothing kept: no clipping, an error ends the run).
     `keep_float32`, `freeze`: name patterns.  `host_memory`: most bytes.  `threads`: of updates.  `seed`: of dropout and
     stochastic rounding.  `poison`: see docs.
     `copies`: of parameters and optimizer state where both are on disk; from 2 on a step is there whole or not at all,
@@ -158,8 +158,8 @@ def _check_kinds(lists: dict[str, Any], copies: Any) -> None:
 
 
 def _check_commit(commit: str, max_grad_norm: float) -> None:
-    if commit not in ("auto", "hold", "in_place"):
-        raise ConfigError(f"commit = {commit!r}; needed: auto, hold, in_place")
+    if commit not in COMMITS:
+        raise ConfigError(f"commit = {commit!r}; needed: {', '.join(COMMITS)}")
     if commit == "in_place" and max_grad_norm:
         raise ConfigError(f"commit = 'in_place' cannot clip; found max_grad_norm = {max_grad_norm}, needed: 0")
 
@@ -175,8 +175,8 @@ def _settled(plan: Plan | None, spec: ModelSpec, wishes: Wishes) -> Plan:
     if wishes.copies > 1 and not where.flips:
         raise ConfigError(
             f"copies = {wishes.copies} is of parameters and optimizer state that are both on disk, with commit = 'hold'"
-            f"; found parameters on {where.parameters}, optimizer state on {where.optimizer}, commit {where.commit}; "
-            "set parameters and optimizer_state to 'disk', or leave copies out"
+            f" or 'shadow'; found parameters on {where.parameters}, optimizer state on {where.optimizer}, commit "
+            f"{where.commit}; set parameters and optimizer_state to 'disk', or leave copies out"
         )
     if not plan.fits:
         raise DoesNotFit(plan.refusal())
@@ -207,8 +207,8 @@ def _furnish(spec: ModelSpec, plan: Plan, drives: Drives) -> Room:
     on_disk = "disk" in (placement.parameters, placement.gradients, placement.optimizer, placement.activations)
     if on_disk and not drives.paths:
         raise ConfigError("something is placed on disk and swap is empty; name a directory in offload.swap")
-    copies = placement.copies if placement.flips else 1
-    saved = adoptable(drives.adopt, spec, copies) if drives.adopt else None
+    copies = placement.copies if placement.ending else 1
+    saved = adoptable(drives.adopt, spec, copies if placement.flips else 1) if drives.adopt else None
     disk = drives.open(plan, copies, saved) if on_disk else None
     room = Room(spec, placement, disk)
     try:

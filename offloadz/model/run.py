@@ -90,7 +90,7 @@ class Run:
 
     def __post_init__(self) -> None:
         self._mark()
-        self._arrivals = Arrivals(self.stage, self.optimizer, self.threads)
+        self._arrivals = Arrivals(self.stage, self.optimizer, self.threads, getattr(self.plan, "commit_free", False))
         self.session.arrive = self._arrivals.take
 
     def step(self, batch: Batch, loss_fn: Callable[[nn.Module, Batch], Tensor] | None = None) -> Tensor:
@@ -252,9 +252,8 @@ class Run:
         due = {name: how for name, how in due.items() if name in self.stage.touched} if units else {}
         for name in due:
             session.steps[name] = session.steps.get(name, 0) + 1
-        session.commit(units, due)  # type: ignore[arg-type]
+        session.commit(units, due, self._arrivals.decide(due))
         self._stepping = False
-        self._arrivals.applied.clear()
 
     def _scatter(self, seat: int, op: Op) -> None:
         table = self.seats[seat]
@@ -270,6 +269,7 @@ class Run:
         self._give_up_rows()
         self.stage.root = None
         self._arrivals.tear("an error came before its end")
+        self._arrivals.forget()
         if self._stepping:
             self._stepping = False
             self.session.step -= 1

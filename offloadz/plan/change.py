@@ -56,6 +56,8 @@ def needed(peak: Mapping[str, int], share: float) -> str:
 def _changes(asked: Asked, host_peak: int) -> Iterator[tuple[str, Change]]:
     """(what to write, what it does to what is asked), the mildest first."""
     spec, wishes = asked.spec, asked.wishes
+    if wishes.commit == "shadow":
+        yield 'offload.commit = "hold"', _wish(commit="hold")
     if not wishes.swap:
         yield "name a directory on a drive in offload.swap", _wish(swap=True)
     for kind in TO_DISK:

@@ -19,9 +19,10 @@ def copy_choices(placement: Placement, keep: int, copies: int, linkable: bool) -
     `copies`: what a user fixed, or 0.  `keep`: checkpoints to hold, 0 for as many as is usual.  `linkable`: checkpoints
     lie on the file system of the swap path.
     """
+    least = placement.least_copies
     if copies or not placement.state_on_disk or placement.commit == "in_place":
-        return [copies or 1]
-    return [2 + held for held in range(keep or 1, 0, -1) if linkable] + [2, 1]
+        return [max(copies, least)]
+    return [2 + held for held in range(keep or 1, 0, -1) if linkable] + [2, 1][: 3 - least]
 
 
 def linked(placement: Placement) -> bool:
@@ -39,8 +40,10 @@ def copies_reason(placement: Placement, asked: int, linkable: bool) -> str:
     copies = placement.copies
     if placement.commit == "in_place":
         why = 'commit = "in_place" updates where it lies; a kill costs what was done since the last checkpoint'
-    elif asked:
+    elif asked and copies == asked:
         why = "as asked"
+    elif not placement.state_on_disk:
+        why = 'commit = "shadow" writes one beside the other; a kill costs what was done since the last checkpoint'
     elif copies >= LINKED_COPIES:
         why = "live, shadow, and one for each checkpoint, which is hard links; a kill costs a step at most"
     elif copies == 2:

@@ -30,7 +30,7 @@ def pool_of(value: str, placement: Placement) -> str:
     """The pool a value on a tier lives in, or "" if that place is its home: `w3@host` -> `host.w`."""
     name, tier = value.split("@")
     kind, part = name[0], "." in name
-    if tier in ("disk", "device", "live"):
+    if tier in ("disk", "device", "live", "spare", "next"):
         return ""
     if tier == "compute" or kind in "ph":
         return f"{tier}.{kind}"

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from offloadz.plan.spec import ITEM_BYTES, ModelSpec, aligned
+from offloadz.plan.spec import ITEM_BYTES, ModelSpec, Unit, aligned
 
 TIERS = ("device", "host", "disk")
 KINDS = ("parameters", "gradients", "optimizer", "activations")
+COMMITS = ("auto", "hold", "shadow", "in_place")
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,8 @@ class Placement:
     copies: int = 1
     """Times that everything in the swap path's `state/` exists: 1, or 2 and one for each checkpoint held by links."""
     commit: str = "hold"
-    """When updates become final: `hold` (once the whole gradient is known) or `in_place` (as each gradient comes)."""
+    """When a unit is updated, and when that is final: `hold` (both once the whole gradient is known), `shadow` (as its
+    gradient comes, beside what is valid; final once the whole gradient is known), `in_place` (both as it comes)."""
 
     @property
     def state_on_disk(self) -> bool:
@@ -47,7 +49,21 @@ class Placement:
     @property
     def flips(self) -> bool:
         """Whether a step ends with a record that makes it the valid state on disk."""
-        return self.copies > 1 and self.state_on_disk and self.commit == "hold"
+        return self.copies > 1 and self.state_on_disk and self.commit != "in_place"
+
+    @property
+    def ending(self) -> str:
+        """The verb behind a step's last update: what lies in copies is made the valid one, with a record (`flip`) where
+        it is all that an update changes, else for this run alone (`turn`); empty where nothing lies in copies."""
+        if self.flips:
+            return "flip"
+        kept = self.copies > 1 and self.commit != "in_place"
+        return "turn" if kept and "disk" in (self.parameters, self.optimizer) else ""
+
+    @property
+    def least_copies(self) -> int:
+        """Of state on disk: a spare is written while the valid one is kept."""
+        return 2 if self.commit == "shadow" and "disk" in (self.parameters, self.optimizer) else 1
 
     @property
     def widens(self) -> bool:
@@ -139,6 +155,11 @@ def rests(spec: ModelSpec, placement: Placement, unit: int) -> bool:
     return placement.commit != "in_place" or accumulates(spec, placement, unit)
 
 
+def spares(placement: Placement, unit: Unit, kind: str) -> bool:
+    """Whether a unit's weights ("parameters") or state ("optimizer") have a second home in memory for its updates."""
+    return placement.commit == "shadow" and unit.trainable and getattr(placement, kind) != "disk"
+
+
 def home_bytes(spec: ModelSpec, placement: Placement) -> dict[str, dict[str, int]]:
     """Bytes at rest per tier and kind (activations apart: they depend on the batch); on disk in all copies."""
     sizes = {
@@ -150,6 +171,10 @@ def home_bytes(spec: ModelSpec, placement: Placement) -> dict[str, dict[str, int
     }
     homes: dict[str, dict[str, int]] = {tier: {} for tier in TIERS}
     for kind, nbytes in sizes.items():
-        copies = placement.copies if kind != "gradients" and placement.flips else 1
-        homes[getattr(placement, kind)][kind] = nbytes * copies
+        tier = getattr(placement, kind)
+        copies = placement.copies if kind != "gradients" and tier == "disk" and placement.ending else 1
+        homes[tier][kind] = nbytes * copies
+    for kind, each in (("parameters", "weight_bytes"), ("optimizer", "state_bytes")):
+        spare = sum(getattr(u, each) for u in spec.units if spares(placement, u, kind))
+        homes[getattr(placement, kind)] |= {f"spare {kind}": spare} if spare else {}
     return homes

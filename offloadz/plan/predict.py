@@ -1,8 +1,9 @@
 """The time of a step, by walking its own program over lanes that answer with times.
 
-Two steps are walked one behind the other, as in a run; the second is the steady state, in which the updates of the step
-before run under the forward.  Costs come from the rates of a `Machine`; ops that run side by side slow each other down
-by what they share (`shared.py`).  The trade-off: rates that were not measured can be off by a factor of two.
+A step is walked from idle lanes to idle lanes, as a run does it: only then is it decided.  With hold its program begins
+with the updates of the step before, which run under its forward.  Costs come from the rates of a `Machine`; ops that
+run side by side slow each other down by what they share (`shared.py`).  The trade-off: rates that were not measured can
+be off by a factor of two.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from offloadz.plan.shared import Sharing, shared_s
 from offloadz.plan.spec import ITEM_BYTES, PART_ELEMENTS, ModelSpec, aligned
 from offloadz.plan.steps import Backward, Finish, Forward, Phase, Turn, build
 from offloadz.plan.timeline import Timeline, from_virtual
-from offloadz.plan.walk import Frontier, simulate
+from offloadz.plan.walk import simulate
 
 MANY_TOKENS, FEW_TOKENS = 1024, 128
 """Tokens for which rates of computation are told, and those of their `_few`: weights have to be read for any number."""
@@ -83,7 +84,8 @@ def step_program(spec: ModelSpec, placement: Placement, batch: Batch) -> Program
     """The compiled program of a steady step: every trained unit still has its update from the step before."""
     held = placement.commit == "hold"  # else a step leaves no update to the next
     pending = tuple(i for i, unit in enumerate(spec.units) if unit.trainable and held)
-    return compiled(build(spec, placement, training_phases(spec, batch), pending), placement)
+    told = build(spec, placement, training_phases(spec, batch), pending, unended=True)
+    return compiled(told, placement)
 
 
 class Costs:
@@ -105,6 +107,8 @@ class Costs:
     def __call__(self, op: Op) -> float:
         if op.lane == "device":
             return self.device_s(op)
+        if op.verb.startswith("copy."):
+            return 2 * op.nbytes / self.rates["memory"]
         if op.lane == "cpu":
             return op.nbytes * self.update_s
         if op.verb == "zero.g" and not self.placement.unified:
@@ -159,26 +163,19 @@ def _start_s(rates: Mapping[str, float], lane: str) -> float:
 
 
 def predict(spec: ModelSpec, placement: Placement, batch: Batch, machine: Machine) -> Prediction:
-    """Simulate two steps and answer with the second."""
+    """Simulate a step, from idle lanes to idle lanes: only then is it decided, and the next one begun."""
     program = step_program(spec, placement, batch)
     costs = Costs(spec, placement, batch, machine)
     box = SharedLanes({op.lane for op in program.ops}, costs, Sharing(costs).speeds)
-    frontier = Frontier()
-    simulate(program, box.by_name, frontier)
-    first = {name: len(lane.queue) for name, lane in box.by_name.items()}
-    simulate(program, box.by_name, frontier)
+    simulate(program, box.by_name)
     box.settle()
-    # A step ends when its norm is known: updates and stores of its end run on under the next step's forward.
-    ends = box.by_name["device"].spans
-    first_s, last_s = ends[first["device"] - 1][2], ends[-1][2]
-    for name, lane in box.by_name.items():
-        del lane.spans[: first[name]]
     timeline = from_virtual(box.by_name)
+    last_s = max((end for lane in box.by_name.values() for *_, end in lane.spans), default=0.0)
     read = sum(costs.nbytes(op) for op in program.ops if op.lane == "disk_read")
     written = sum(costs.written_bytes(op) for op in program.ops if op.lane == "disk_write")
     busy = {lane: sum(costs(op) for op in program.ops if op.lane == lane) for lane in LANES}
     shared = shared_s(program, costs)
-    step_s = max(last_s - first_s, *shared.values(), 0.0)
+    step_s = max(last_s, *shared.values(), 0.0)
     saved = {lane: sum(costs(op) for op in program.ops if op.lane == lane and op.verb.endswith(".x")) for lane in busy}
     return Prediction(program, timeline, step_s, busy, read, written, shared, timeline.busy_s(), saved)
 

@@ -311,7 +311,7 @@ def _ladder(spec: ModelSpec, machine: Machine, wishes: Wishes) -> Iterator[Place
         placement = Placement(
             parameters=chosen["parameters"], gradients=chosen["gradients"], optimizer=chosen["optimizer"],
             activations=chosen["activations"], unified=machine.unified, compute=wishes.compute, storage=spec.dtype,
-            accumulate=wishes.sweeps > 1, commit="in_place" if wishes.commit == "in_place" else "hold",
+            accumulate=wishes.sweeps > 1, commit="hold" if wishes.commit == "auto" else wishes.commit,
         )  # fmt: skip
         yield replace(placement, copies=copy_choices(placement, wishes.keep, wishes.copies, wishes.linkable)[0])
 
@@ -382,7 +382,7 @@ def _reasons(chosen: _Candidate, wishes: Wishes, limits: dict[str, int | None]) 
         if why == "memory has room" and tier == "disk":
             why = f"it does not fit in the {human(limits['host'] or 0)} of memory with the kinds before it"
         yield f"{kind} on {tier}: {why}"
-    if chosen.placement.state_on_disk:
+    if chosen.placement.state_on_disk or chosen.placement.ending:
         yield copies_reason(chosen.placement, wishes.copies, wishes.linkable)
     slots = "as configured" if wishes.slots else "double buffering" if chosen.placement.slots > 1 else "two do not fit"
     yield f"slots {chosen.placement.slots}: {slots}"

@@ -44,6 +44,8 @@ class Sharing:
         costs, rates = self.costs, self.costs.rates
         if lane == "device":
             return {"cores": float(costs.cores)}
+        if verb.startswith("copy."):
+            return {"cores": 1.0, "memory": rates["memory"]}
         if lane == "cpu":
             moved = costs.spec.recipe.moved_bytes(costs.placement.storage)
             return {"cores": float(costs.cores), "memory": moved / costs.update_s}
@@ -96,6 +98,8 @@ def _passes(verb: str, unified: bool) -> float:
 
 def _memory_bytes(op: Op, costs: Costs) -> float:
     """Bytes an op reads and writes in host memory."""
+    if op.verb.startswith("copy."):
+        return op.nbytes * 2.0
     if op.lane == "cpu":
         return op.nbytes * costs.spec.recipe.moved_bytes(costs.placement.storage)
     if op.lane in ("h2d", "d2h"):

@@ -6,9 +6,10 @@ passes, evaluation, what is left after a block came out of turn): they differ in
 
 Updates stand in the order of need: those of a seat just before its next forward (hold, `design: exact clipping`), so
 they run under the forward of the seats before it.  That costs one gradient in the storage dtype per parameter, and buys
-exact clipping with the overlap kept.  With `commit = "in_place"` nothing is kept and nothing can be clipped: a unit's
-parts are updated as soon as its gradient is whole, one turn later in the order, so that the weights of the next turn
-are on their way before the drive is asked for the state.
+exact clipping with the overlap kept.  With `commit = "shadow"` a unit's parts are updated as soon as its gradient is
+whole, into a spare, and its gradient is kept: where the step is then clipped the same updates come again, as with hold.
+They stand one turn later in the order, so that the weights of the next turn are on their way before the drive is asked
+for the state.  With `commit = "in_place"` there is no spare and nothing is kept, so nothing can be clipped.
 """
 
 from __future__ import annotations
@@ -73,13 +74,15 @@ def build(
     phases: tuple[Phase, ...],
     pending: tuple[int, ...] = (),
     summed: tuple[int, ...] = (),
+    unended: bool = False,
 ) -> Program:
     """The sequential program of `phases`.
 
     `pending`: units whose update is due from an earlier step.  `summed`: units whose stored gradient already holds an
-    open fp32 sum.  Places are values on tiers; run `passes.compiled` on the result.
+    open fp32 sum.  `unended`: an earlier step was decided, and the end of its updates (`Placement.ending`) is to come.
+    Places are values on tiers; run `passes.compiled` on the result.
     """
-    script = Script(spec, placement, list(pending), dict.fromkeys(summed, "sum"))
+    script = Script(spec, placement, list(pending), dict.fromkeys(summed, "sum"), unended=unended or bool(pending))
     for phase in phases:
         if isinstance(phase, Forward):
             for turn in phase.turns:
@@ -126,7 +129,9 @@ class Script:
     ops: list[Op] = field(default_factory=list)
     phase: str = "forward"
     arrived: list[int] = field(default_factory=list)
-    """Units whose gradient lies rounded in a host slot, to be updated in place."""
+    """Units whose gradient has just been rounded, to be updated at once."""
+    unended: bool = False
+    """Whether behind the last of `pending` the step they belong to is ended."""
     leaving: list[tuple[Turn, int, int]] = field(default_factory=list)
     """Inputs (turn, unit, micro-batch) that were computed from and are still live."""
 
@@ -261,7 +266,7 @@ class Script:
             self.emit(lane, verb, reads=places, writes=target, unit=unit, nbytes=self.grad_bytes(unit, last))
             places = target
         self.grads[unit] = "done" if last else "sum"
-        self.arrived += [unit] * in_place
+        self.arrived += [unit] * (last and self.placement.commit != "hold")
         if self.placement.slots == 1:
             self.apply()  # the one slot of gradients is needed again
 
@@ -295,48 +300,69 @@ class Script:
         return tuple(p for u in self.grads for p in self.home("g", u, self.placement.gradients))
 
     def apply(self) -> None:
-        """Update in place what has arrived (nothing, where gradients are held)."""
+        """Update what has arrived (nothing, where gradients are held)."""
         phase, self.phase = self.phase, "arrival"
         for unit in self.arrived:
-            for part in self.spec.units[unit].trained_parts:
-                self.update(unit, part, (f"g{unit}@host",))
+            self.arrival(unit)
         self.arrived.clear()
         self.phase = phase
 
+    def arrival(self, unit: int) -> None:
+        """Update a unit in place or, with shadow, into its spare; of weights in memory that is a whole second home."""
+        owner, routes = self.spec.units[unit], self.placement
+        spare = routes.commit == "shadow"
+        slot = (f"g{unit}@host",) if not spare or routes.gradients == "disk" else ()
+        for part, cut in enumerate(owner.parts):
+            if part in owner.trained_parts:
+                self.update(unit, part, slot, spare=spare)
+            elif spare and len(routes.part_route) == 1:
+                self.copied("p", self.home("p", unit, routes.parameters, part), unit, part, cut.weight_bytes)
+
     def updates(self, units: tuple[int, ...]) -> None:
-        """The updates of `units` that are due; behind a step's last, its flip (it follows all stores by its lane)."""
+        """The updates of `units` that are due; behind a step's last, its end (it follows all stores by its lane)."""
         phase, self.phase = self.phase, "update"
-        due = bool(self.pending)
         for unit in units:
             if unit in self.pending:
                 self.pending.remove(unit)
                 for part in self.spec.units[unit].trained_parts:
-                    self.update(unit, part)
-        if due and not self.pending and self.placement.flips:
-            self.emit("disk_write", "flip")
+                    self.update(unit, part, known=(NORM,))
+        if self.unended and not self.pending:
+            self.unended = False
+            if self.placement.ending:
+                self.emit("disk_write", self.placement.ending)
         self.phase = phase
 
-    def update(self, unit: int, part: int, arrived: tuple[str, ...] = ()) -> None:
-        """Read a part's state, weights and gradient; update; write state and weights back.
+    def update(
+        self, unit: int, part: int, slot: tuple[str, ...] = (), known: tuple[str, ...] = (), spare: bool = False
+    ) -> None:
+        """Read a part's state, weights and gradient; update; write state and weights back, or to the spare.
 
-        `arrived`: where the whole unit's gradient lies, if it does not have to be brought and no norm is waited for.
+        `slot`: where the whole unit's gradient lies, if it need not be brought.  `known`: what is waited for besides.
         """
         owner, routes = self.spec.units[unit].parts[part], self.placement
         state_route = routes.state_route if owner.state_bytes else ("host",)  # nothing to bring: sgd without momentum
-        state = self.carry("s", state_route, unit, owner.state_bytes, part)
-        weight = self.carry("p", routes.part_route, unit, owner.weight_bytes, part)
-        both = (*state, *weight)
-        if arrived:
-            verb, reads = "update.g", (*arrived, *both)
-        else:
-            grad = self.carry("h", routes.grad_part_route, unit, owner.weight_bytes, part)
-            verb, reads = "update", (*grad, *both, NORM)
-        self.emit("cpu", verb, reads=reads, writes=both, unit=unit, part=part, nbytes=owner.num_elements)
-        for kind, places, route, nbytes in (
-            ("s", state, state_route, owner.state_bytes),
-            ("p", weight, routes.part_route, owner.weight_bytes),
-        ):
+        moved = (("s", state_route, owner.state_bytes), ("p", routes.part_route, owner.weight_bytes))
+        brought = [self.carry(kind, route, unit, nbytes, part) for kind, route, nbytes in moved]
+        if spare:
+            brought = [
+                self.copied(kind, places, unit, part, nbytes) if len(route) == 1 and nbytes else places
+                for (kind, route, nbytes), places in zip(moved, brought, strict=True)
+            ]
+        both = tuple(place for places in brought for place in places)
+        grad = slot or self.carry("h", routes.grad_part_route, unit, owner.weight_bytes, part)
+        verb = "update.g" if slot else "update"
+        self.emit(
+            "cpu", verb, reads=(*grad, *both, *known), writes=both, unit=unit, part=part, nbytes=owner.num_elements
+        )
+        for (kind, route, nbytes), places in zip(moved, brought, strict=True):
             if len(route) > 1:
                 lane, verb = HOPS[route[1], route[0]]
-                target = self.home(kind, unit, route[0], part)
+                verb = "spare" if spare and route[0] == "disk" else verb
+                target = self.home(kind, unit, {"disk": "next"}.get(route[0], "spare") if spare else route[0], part)
                 self.emit(lane, f"{verb}.{kind}", reads=places, writes=target, unit=unit, part=part, nbytes=nbytes)
+
+    def copied(self, kind: str, places: tuple[str, ...], unit: int, part: int, nbytes: int) -> tuple[str, ...]:
+        """Copy a part in memory to its spare; returns the place there."""
+        target = (f"{places[0].partition('@')[0]}@spare",)
+        self.emit("cpu", f"copy.{kind}", reads=places, writes=target, unit=unit, part=part, nbytes=nbytes)
+        return target

@@ -45,6 +45,18 @@ def store_part(room: Room, op: Op) -> None:
     room.drive.write(extent, slot[: aligned(extent.nbytes)])
 
 
+def store_spare(room: Room, op: Op) -> None:
+    """A part's new state or weights, from a host slot to disk beside what is valid until the step is decided."""
+    extent, slot = room.extents[op.writes[0].replace("@next", "@disk")], room.slots[op.reads[0]]
+    room.drive.propose(extent)
+    room.drive.write(extent, slot[: aligned(extent.nbytes)])
+
+
+def copy_spare(room: Room, op: Op) -> None:
+    """A part's state or weights in memory, from its home to its spare."""
+    native.copy_(room.buffer(op.writes[0]), room.buffer(op.reads[0]))
+
+
 def load_g(room: Room, op: Op) -> None:
     """A unit's open gradient sum, from disk into one host slot."""
     whole = room.slots[op.writes[0]]
@@ -148,14 +160,14 @@ def input_bytes(room: Room, op: Op) -> int:
 
 
 def update(room: Room, op: Op) -> None:
-    """One optimizer step over a part whose gradient was brought by itself."""
-    grad, held, stored, _ = op.reads  # the last is the norm: by now it is in the settings
+    """One optimizer step over a part whose gradient was brought by itself, or lies at home."""
+    grad, held, stored = op.reads[:3]  # behind them maybe the norm: by now it is in the settings
     part = room.spec.units[op.unit].parts[op.part]
     apply(room, op, typed(room.buffer(grad), 0, part.num_elements, DTYPES[part.dtype]), held, stored)
 
 
-def update_in_place(room: Room, op: Op) -> None:
-    """One optimizer step over a part of the unit whose gradient has just come."""
+def update_arrived(room: Room, op: Op) -> None:
+    """One optimizer step over a part of the unit whose gradient has just come into a host slot."""
     grad, held, stored = op.reads
     dtype = DTYPES[room.spec.units[op.unit].parts[op.part].dtype]
     apply(room, op, room.grad_part(op.unit, op.part, grad, dtype), held, stored)
@@ -186,6 +198,11 @@ def flip(room: Room, op: Op) -> None:
     room.flip()
 
 
+def turn(room: Room, op: Op) -> None:
+    """The same for this run alone, where not all that an update changes is on disk."""
+    room.turn()
+
+
 ACTIONS: dict[str, Callable[[Room, Op], None]] = {
     "load.w": load_w,
     "load.s": load_part,
@@ -195,6 +212,10 @@ ACTIONS: dict[str, Callable[[Room, Op], None]] = {
     "load.x": load_x,
     "store.s": store_part,
     "store.p": store_part,
+    "spare.s": store_spare,
+    "spare.p": store_spare,
+    "copy.s": copy_spare,
+    "copy.p": copy_spare,
     "store.g": store_g,
     "store.g.sum": store_g_sum,
     "store.x": store_x,
@@ -206,6 +227,7 @@ ACTIONS: dict[str, Callable[[Room, Op], None]] = {
     "save.x": save_x,
     "update": update,
     "flip": flip,
-    "update.g": update_in_place,
+    "turn": turn,
+    "update.g": update_arrived,
 }
 """Every verb of a worker lane."""

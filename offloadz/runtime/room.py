@@ -25,7 +25,7 @@ from offloadz.memory.flat import (
 )
 from offloadz.memory.host import HostPool, needed_bytes
 from offloadz.memory.tier import PIECE_BYTES, Extent, rounded
-from offloadz.plan.placement import Placement, accumulates, rests, slot_bytes
+from offloadz.plan.placement import Placement, accumulates, rests, slot_bytes, spares
 from offloadz.plan.spec import ModelSpec, Part, Unit, aligned
 
 ROLES = {
@@ -47,6 +47,8 @@ class Room:
     """Slot name (`host.w#1`) to its bytes."""
     homes: dict[tuple[str, int], Tensor] = field(default_factory=dict)
     """(kind, unit) to the bytes of a value that stays in memory."""
+    spares: dict[tuple[str, int], Tensor] = field(default_factory=dict)
+    """The same of what updates are written to beside what is valid (`commit = "shadow"`)."""
     extents: dict[str, Extent] = field(default_factory=dict)
     """Place (`w3.0@disk`) to its extent."""
     live: dict[tuple[int, int], Tensor] = field(default_factory=dict)
@@ -81,10 +83,12 @@ class Room:
             for i in range(self.placement.slots)
         }
         homes = {key: aligned(n) for key, n in self._home_sizes() if n}
-        pool = HostPool(needed_bytes([*sizes.values(), *homes.values()]))
+        spares = {key: n for key, n in homes.items() if self._has_spare(*key)}
+        pool = HostPool(needed_bytes([*sizes.values(), *homes.values(), *spares.values()]))
         self.pools.append(pool)
         self.slots = {name: pool.take(name, nbytes) for name, nbytes in sizes.items()}
         self.homes = {key: pool.take(f"{key[0]}{key[1]}", nbytes) for key, nbytes in homes.items()}
+        self.spares = {key: pool.take(f"spare {key[0]}{key[1]}", nbytes) for key, nbytes in spares.items()}
         self._reserve()
         if self.disk is not None:
             for name, slot in self.slots.items():
@@ -96,6 +100,9 @@ class Room:
             if getattr(self.placement, name) != "disk":
                 for index, unit in enumerate(self.spec.units):
                     yield (kind, index), self._unit_bytes(kind, index, unit)
+
+    def _has_spare(self, kind: str, unit: int) -> bool:
+        return kind != "g" and spares(self.placement, self.spec.units[unit], ROLES[kind][2])
 
     def _unit_bytes(self, kind: str, index: int, unit: Unit) -> int:
         if kind == "g":
@@ -130,12 +137,13 @@ class Room:
         return self.disk
 
     def buffer(self, place: str) -> Tensor:
-        """Bytes of a place in memory: a slot, or the part of a home (`s3.0@host`)."""
+        """Bytes of a place in memory: a slot, or the part of a home (`s3.0@host`) or of a spare (`s3.0@spare`)."""
         if "#" in place:
             return self.slots[place]
-        name = place.partition("@")[0]
+        name, _, tier = place.partition("@")
         kind, (unit, part) = name[0], map(int, name[1:].split("."))
-        return self.part_bytes(kind, unit, part, self.home(kind, unit))
+        whole = self.spares[kind, unit] if tier == "spare" else self.home(kind, unit)
+        return self.part_bytes(kind, unit, part, whole)
 
     def home(self, kind: str, unit: int) -> Tensor:
         """The bytes of a unit's value that stays in memory; none where nothing is kept (sgd without momentum)."""
@@ -262,6 +270,21 @@ class Room:
         self.before_flip()
         self.drive.shadow.flip(self.told)
 
+    def turn(self) -> None:
+        """The same in this run alone: the newest copy of each is the one to keep."""
+        if self.drive.shadow is None:
+            raise RuntimeError("a turn was planned and the state is not in copies")
+        self.drive.shadow.copies.flip()
+
+    def decide(self, units: tuple[int, ...]) -> None:
+        """Spares of `units` and what was proposed on disk are valid from now on; of no units: what spares hold is
+        forgotten.  All lanes idle."""
+        turned = [key for key in self.spares if key[1] in units]
+        new, old = {key: self.spares[key] for key in turned}, {key: self.homes[key] for key in turned}
+        if self.disk is not None and self.disk.shadow is not None:
+            self.disk.shadow.copies.decide(bool(units))
+        self.homes, self.spares = self.homes | new, self.spares | old
+
     def forget_inputs(self) -> None:
         """The step is over: nothing will ask for its inputs again."""
         self.live.clear()
@@ -269,7 +292,7 @@ class Room:
 
     def close(self, keep_state: bool = False) -> None:
         """Give all memory back; scratch goes, state too unless it is to be kept."""
-        for held in (self.slots, self.homes, self.live, self.saved, self.shapes, self.squares, self.due):
+        for held in (self.slots, self.homes, self.spares, self.live, self.saved, self.shapes, self.squares, self.due):
             held.clear()  # type: ignore[attr-defined]
         try:
             if self.disk is not None:

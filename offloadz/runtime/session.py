@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,6 +69,8 @@ class Session:
         """What the current walk expects to be announced, in order."""
         self.pending: tuple[int, ...] = ()
         """Units whose update is due and in no walk yet."""
+        self.unended = False
+        """Whether a decided step has still to be ended on disk, in no walk yet (`Placement.ending`)."""
         self.grads: dict[int, str] = {}
         """Per unit of this step: `sum` while its gradient is open, `done` once rounded."""
         self.open: list[Turn] = []
@@ -86,7 +89,7 @@ class Session:
         self.due_step = 0
         """The step whose updates are due or under way."""
         self.arrive: Callable[[int], None] = lambda unit: None
-        """What lays settings ready for a unit whose gradient is updated from as it comes (`commit = "in_place"`)."""
+        """What lays settings ready for a unit whose gradient is updated from as it comes (not with `hold`)."""
         self.tables_used: dict[int, None] = {}
         """Trained table seats looked up in this step, in order."""
         self.tell: Callable[[], dict[str, object]] | None = None
@@ -199,16 +202,23 @@ class Session:
         self.room.forget_inputs()
         return sum(value for _, value in sorted(self.room.squares.items()))
 
-    def commit(self, units: tuple[int, ...], due: dict[str, tuple[dict[str, object], ...]]) -> None:
-        """The step is decided: updates of `units` are due, with settings now fixed."""
+    def commit(self, units: tuple[int, ...], due: dict[str, tuple[dict[str, Any], ...]], taken: bool = False) -> None:
+        """The step is decided: updates of `units` are due, with settings now fixed, or are done and `taken`."""
         if self.walk is not None and self.walk.waiting_for is not None:
             self.settle()  # a step without targets never came to the updates of the step before
         self.last_step = self.history or self.last_step
         self._drain()
         self.frontier.clear()  # all lanes are idle; frozen weights would gather readers for ever
+        self.room.decide(units if taken else ())
         if units and self.tell is not None:
             self.room.told = self.tell()  # now and not at the flip: by then the caller is in its next step
-        self.room.due, self.pending, self.due_step = due, units, self.step
+        self.room.due, self.pending = ({}, ()) if taken else (due, units)
+        self.unended, self.due_step = bool(units), self.step
+
+    def commit_by(self, commit: str) -> None:
+        """From the next step on: `hold`, or `shadow` where the room was made for it."""
+        self.placement = replace(self.placement, commit=commit)
+        self._programs.clear()
 
     def prime(self) -> None:
         """Begin the transfers and updates of a next step like the last one."""
@@ -231,22 +241,23 @@ class Session:
     def _start(self, phases: tuple[Phase, ...]) -> None:
         """A walk over the program of `phases`, with the updates that are due in their places."""
         summed = tuple(sorted(u for u, state in self.grads.items() if state == "sum"))
-        key = (phases, self.pending, summed)
+        key = (phases, self.pending, summed, self.unended)
         program = self._programs.pop(key, None)
         if program is None:
-            program = compiled(build(self.spec, self.placement, phases, self.pending, summed), self.placement)
+            told = build(self.spec, self.placement, phases, self.pending, summed, self.unended)
+            program = compiled(told, self.placement)
             while len(self._programs) >= MAX_PROGRAMS:
                 del self._programs[next(iter(self._programs))]
         self._programs[key] = program  # the newest stands last
         self.walk = Walk(program, self.lanes, self.frontier, self._observe)
-        self.pending = ()
+        self.pending, self.unended = (), False
         self.script = deque(_told(phases))
         self.walk.advance()
 
     def _observe(self, op: Op) -> None:
         if op.verb in ("drain.g", "save.g"):
             self.grads[op.unit] = "done" if op.verb == "drain.g" else "sum"
-            if op.verb == "drain.g" and self.placement.commit == "in_place":
+            if op.verb == "drain.g" and self.placement.commit != "hold":
                 self.arrive(op.unit)
 
     def settle(self) -> None:
@@ -255,7 +266,7 @@ class Session:
             self.walk.finish("update")
             self.walk = None
             self.script.clear()
-        if self.pending:
+        if self.pending or self.unended:
             self._start((Updates(),))
             self.walk = None
         self._drain()
@@ -274,8 +285,9 @@ class Session:
         self.check()
 
     def abandon(self) -> None:
-        """A computation failed: the step's gradients and inputs are dropped, due updates still happen."""
+        """A computation failed: the step's gradients, inputs and spares are dropped, due updates still happen."""
         self.settle()
+        self.room.decide(())
         self.begin_step()
         self.room.forget_inputs()
 
@@ -286,8 +298,9 @@ class Session:
                 continue
             op, error = lane.error
             if op.phase in ("update", "arrival"):
+                step = self.due_step if op.phase == "update" else self.step
                 raise UpdateFailed(
-                    f"the update of step {self.due_step} failed ({op.verb} of {self._called(op)}): {error}"
+                    f"the update of step {step} failed ({op.verb} of {self._called(op)}): {error}"
                 ) from error
             raise error
 
@@ -336,8 +349,8 @@ class Session:
         def before(op: Op) -> None:
             delay()
             for place in op.writes:
-                if "#" in place and place not in op.reads:
-                    native.fill_nan_(self.room.slots[place].view(torch.float32))
+                if ("#" in place or place.endswith("@spare")) and place not in op.reads:
+                    native.fill_nan_(self.room.buffer(place))
 
         return before
 

@@ -63,7 +63,6 @@ def test_contradictions_are_refused(base: Path, overrides: list[str], words: str
         "model.kernels=compile",
         "model.kernels=liger",
         "offload.device=cuda:0",
-        "offload.commit=shadow",
         "offload.zero_stage=1",
         "offload.zero_stage=3",
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections.abc import Iterator
@@ -272,3 +273,32 @@ def test_descriptors_are_back(tmp_path: Path) -> None:
             it.shadow.flip({})
             assert it.shadow.can_link(tmp_path / "out") == ""
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_what_is_proposed_is_read_once_it_is_decided(tmp_path: Path) -> None:
+    """Beside the last flip, which stays on the drive whatever is proposed; what was written at rest is kept first."""
+    with contextlib.closing(Bench(tmp_path / "swap", copies=2)) as bench:
+        record = bench.tier.path / "state" / FLIP_FILE
+        bench.write(10)  # the first weights, never flipped
+
+        def propose(value: int) -> None:
+            for extent in bench.extents:
+                bench.tier.propose(extent)
+            bench.write(value)
+
+        propose(20)
+        assert bench.read() == [10, 11, 12, 13] and not bench.shadow.copies.unflipped
+        bench.shadow.copies.decide(False)
+        assert bench.read() == [10, 11, 12, 13]
+        propose(30)
+        bench.shadow.copies.decide(True)
+        assert bench.read() == [30, 31, 32, 33]
+        bench.shadow.flip({"step": 1})
+        propose(40)
+        bench.shadow.copies.decide(False)
+        bench.write(50)  # the same updates again
+        bench.shadow.flip({"step": 2})
+        assert bench.read() == [50, 51, 52, 53] and read_record(record).note == {"step": 2}
+        bench.write(60)  # loaded at rest: the record told of what was before, and the next proposal may take its place
+        propose(70)
+        assert bench.read() == [60, 61, 62, 63] and not record.exists()

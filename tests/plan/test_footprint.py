@@ -41,6 +41,20 @@ DISK = Placement("disk", "disk", "disk", "disk", slots=2, storage="bfloat16")
 BATCH = Batch(rows=4, length=256, micro_rows=2)
 
 
+def test_a_spare_is_counted_where_it_lies() -> None:
+    """`commit = "shadow"`: of what is in memory a second home, of what is on disk a second copy."""
+    memory = replace(DISK, parameters="host", optimizer="host", gradients="host", commit="shadow")
+    found = footprint(square(), memory, BATCH, baseline_bytes=0)
+    held = {name: nbytes for name, nbytes in found.terms["step"]["host"].items() if "spare" in name}
+    assert held == {"spare parameters": 12 * MIB, "spare optimizer": 60 * MIB + stagger_bytes(square())}
+    frozen = footprint(square(freeze=("*layers*",)), memory, BATCH, baseline_bytes=0)
+    assert frozen.terms["step"]["host"]["spare parameters"] == 8 * MIB  # of the table alone
+    mixed = replace(memory, optimizer="disk", copies=memory.least_copies + 1)
+    found = footprint(square(), mixed, BATCH, baseline_bytes=0)
+    assert found.terms["step"]["disk"]["optimizer"] == 2 * (60 * MIB + stagger_bytes(square()))
+    assert found.terms["step"]["host"]["parameters"] == found.terms["step"]["host"]["spare parameters"] == 12 * MIB
+
+
 def test_storage_is_the_sum_done_by_hand() -> None:
     found = footprint(square(), DISK, BATCH, baseline_bytes=0)
     disk = found.terms["step"]["disk"]

@@ -30,6 +30,7 @@ placements = st.builds(
     unified=st.booleans(),
     compute=st.just("float32"),
     storage=st.sampled_from(("float32", "bfloat16")),
+    commit=st.sampled_from(("hold", "shadow")),
 )
 specs = st.builds(
     small_spec,

@@ -55,6 +55,20 @@ def tiers(plan: Plan) -> dict[str, str]:
     return {kind: getattr(plan.placement, kind) for kind in KINDS}
 
 
+def test_a_spare_that_does_not_fit_is_refused_with_numbers() -> None:
+    """What hold has room for, with all kinds where they are asked to be."""
+    asked = replace(WISHES, swap=False, parameters="host", gradients="host", optimizer="host")
+    asked = replace(asked, slots=1, sweeps=1, micro_batch_size=1)
+    needed = {c: decide(SPEC, box(1 << 40), replace(asked, commit=c)).peak["host"] for c in ("hold", "shadow")}
+    trained = SPEC.num_elements * (2 + 10)  # weights; low bits and two moments
+    assert trained < needed["shadow"] - needed["hold"] < trained * 1.01
+    small = box(int(needed["hold"] / MEMORY_SHARE) + (1 << 20))
+    assert decide(SPEC, small, replace(asked, commit="hold")).fits
+    plan = decide(SPEC, small, replace(asked, commit="shadow"))
+    assert not plan.fits and human(needed["shadow"], up=True) in plan.refusal()
+    assert plan.smallest_change == 'offload.commit = "hold"'
+
+
 def test_less_memory_moves_more_kinds_to_disk_in_order() -> None:
     """From a large box to a small one the disk takes optimizer, gradients, parameters, saved inputs, in this order."""
     seen = []
