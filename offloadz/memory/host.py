@@ -134,6 +134,14 @@ class HostPool:
         return torch.frombuffer(self._area, dtype=torch.uint8, count=nbytes, offset=self._start + at)
 
     @property
+    def address(self) -> int:
+        """Where the pool begins; 0 once it is closed."""
+        if self._area is None:
+            return 0
+        pin = ctypes.c_char.from_buffer(self._area, self._start)
+        return ctypes.addressof(pin)
+
+    @property
     def free_bytes(self) -> int:
         """Bytes not taken, in all gaps together."""
         return sum(end - start for start, end in self._gaps)

@@ -143,3 +143,14 @@ def _axis(name: str, what: str, a: tuple[int, ...] | None, b: tuple[int, ...] | 
         f"{name}: {what} has shape {a} for a batch and {b} with one more row, so no single axis is the batch;"
         " set train.micro_batch_size = train.batch_size to run the block on the whole batch"
     )
+
+
+def cut_rows(batch: dict[str, Any], rows: int, first: int, last: int) -> dict[str, Any]:
+    """Rows `first` to `last` of a batch that has `rows`; what has another first size stays whole."""
+    if (first, last) == (0, rows):
+        return batch
+
+    def cut(x: Any) -> Any:
+        return x[first:last] if isinstance(x, Tensor) and x.dim() and x.shape[0] == rows else x
+
+    return {key: cut(value) for key, value in batch.items()}

@@ -278,7 +278,7 @@ def _look_forward(stage: Stage, more: bool) -> Probe:
     stage.probe = Probe(max(i for i, s in enumerate(seats) if s.kind == "block"))
     try:
         # Dropout outside the blocks must not notice: a resumed run looks again where the straight one does not.
-        with torch.no_grad(), torch.random.fork_rng(devices=()):
+        with torch.no_grad(), stage.undrawn():
             root.module(*args, **kwargs)
     except Seen:
         pass

@@ -12,6 +12,7 @@ and the largest buffer is one chunk by one tile (512 tokens x 1-16 Mi elements /
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -78,10 +79,10 @@ class HeadSeat:
     def backward(self, turn: Turn, hidden: Tensor, grad: Tensor) -> Tensor:
         """Gradient of whole logits: into each tile's slot, and to the hidden state."""
         self.begin("backward", True, turn.call)
-        back = torch.zeros_like(hidden)
+        back = torch.zeros_like(hidden, dtype=torch.float32)  # a sum over tiles
         for _ in self.units:
             self.stage.session.compute(lambda op: self._unfill(op, hidden, grad, back))
-        return back
+        return back.to(hidden.dtype)
 
     def _unfill(self, op: Op, hidden: Tensor, grad: Tensor, back: Tensor) -> None:
         tile = self.opened(op, self.trainable)
@@ -111,9 +112,16 @@ def add_slope(tile: Tile, grad: Tensor, hidden: Tensor) -> None:
     """slope += grad^T hidden, and the bias's += the sum of grad, in place."""
     rows = grad.reshape(-1, grad.shape[-1])
     if tile.slope is not None:
-        tile.slope.addmm_(rows.t(), hidden.reshape(-1, hidden.shape[-1]))
+        _ADD_PRODUCT[hidden.dtype](tile.slope, rows.t(), hidden.reshape(-1, hidden.shape[-1]))
     if tile.bias_slope is not None:
         tile.bias_slope.add_(rows.sum(0))
+
+
+_ADD_PRODUCT: dict[torch.dtype, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    torch.float32: Tensor.addmm_,
+    torch.bfloat16: lambda slope, left, right: slope.add_(left @ right),
+}
+"""Dtype of the computation to what adds a product to an fp32 gradient: bfloat16 as autograd does for other weights."""
 
 
 class _TileProduct(torch.autograd.Function):
@@ -180,7 +188,7 @@ class LossHead:
         stage = self.stage
         stage.tile, stage.answer = tile, self._as_base(hidden)
         try:
-            ids = torch.zeros(1, hidden.shape[0], dtype=torch.long)
+            ids = torch.zeros(1, hidden.shape[0], dtype=torch.long, device=hidden.device)
             out = self.model(input_ids=ids, use_cache=False)
         finally:
             stage.tile = stage.answer = None
@@ -197,11 +205,11 @@ class LossHead:
         if self._checked:
             return
         with torch.no_grad():
-            weight = torch.linspace(-3, 3, 8 * hidden.shape[-1]).view(8, -1).to(hidden.dtype)
+            weight = torch.linspace(-3, 3, 8 * hidden.shape[-1]).view(8, -1).to(hidden)
             probe = hidden.reshape(-1, hidden.shape[-1])[:2].detach()
             whole = self.scored(probe, Tile(weight, None, 0))
             parts = [self.scored(probe, Tile(weight[i : i + 4], None, i)) for i in (0, 4)]
-        if not torch.allclose(whole, torch.cat(parts, -1), rtol=1e-4, atol=1e-4):
+        if not torch.allclose(whole, torch.cat(parts, -1), rtol=1e-4, atol=1e-4, equal_nan=True):
             raise ConfigError(
                 f"{type(self.model).__name__}: its forward mixes logits of different words, so the loss cannot go"
                 " by tiles; use step(batch, loss_fn=...)"
@@ -210,7 +218,11 @@ class LossHead:
 
 
 class _Targets:
-    """Positions with a label, cut into chunks that never cross a micro-batch."""
+    """Positions with a label, cut into chunks that never cross a micro-batch.
+
+    `labels` stay on the host, where they can be looked at without waiting for the computation; `chunks` are positions
+    in the flat hidden state, beside it.
+    """
 
     def __init__(self, stage: Stage, hidden: Tensor, labels: Tensor, num_words: int) -> None:
         if labels.shape != hidden.shape[:2] or labels.dtype != torch.long:
@@ -218,6 +230,7 @@ class _Targets:
                 f"labels have shape {tuple(labels.shape)} and dtype {labels.dtype}; needed: {tuple(hidden.shape[:2])},"
                 " one per position of the input, and torch.int64"
             )
+        labels = labels.cpu()
         shifted = torch.full_like(labels, -100)
         shifted[:, :-1] = labels[:, 1:]
         mask = shifted != -100
@@ -227,12 +240,20 @@ class _Targets:
                 f"label {int(shifted[wrong][0])} is no word of a head with {num_words}; needed: 0 to {num_words - 1},"
                 " or -100"
             )
-        self.labels = shifted.reshape(-1)
-        self.chunks: list[Tensor] = []
+        self._bring = stage.device.bring
+        chunks: list[Tensor] = []
         length = labels.shape[1]
         for first, count in stage.ranges(labels.shape[0]):
             flat = mask[first : first + count].reshape(-1).nonzero().squeeze(1) + first * length
-            self.chunks += [c for c in flat.split(HEAD_CHUNK_TOKENS) if c.numel()]
+            chunks += [c for c in flat.split(HEAD_CHUNK_TOKENS) if c.numel()]
+        self._words = [shifted.reshape(-1)[chunk] for chunk in chunks]
+        self.chunks: list[Tensor] = self._bring(chunks)
+
+    def inside(self, index: int, tile: Tile) -> tuple[Tensor, Tensor]:
+        """Of a chunk: which of its tokens have their word in a tile, and that word's row there."""
+        word = self._words[index] - tile.first_row
+        at = ((word >= 0) & (word < len(tile.weight))).nonzero().squeeze(1)
+        return self._bring(at), self._bring(word[at])
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -245,13 +266,13 @@ class _TokenLogprobs(torch.autograd.Function):
         targets = _Targets(head.stage, hidden, labels, seat.num_words)
         flat = hidden.reshape(-1, hidden.shape[-1])
         turn = seat.begin("forward", graded)
-        top = [torch.full((len(c),), float("-inf")) for c in targets.chunks]
-        total = [torch.zeros(len(c)) for c in targets.chunks]
-        hit = [torch.zeros(len(c)) for c in targets.chunks]
+        top = [torch.full((len(c),), float("-inf"), device=c.device) for c in targets.chunks]
+        total = [torch.zeros(len(c), device=c.device) for c in targets.chunks]
+        hit = [torch.zeros(len(c), device=c.device) for c in targets.chunks]
         for _ in seat.units:
             head.stage.session.compute(lambda op: _reduce(head, seat.opened(op, False), flat, targets, top, total, hit))
         norms = [t + s.log() for t, s in zip(top, total, strict=True)]
-        out = torch.zeros(labels.numel())
+        out = torch.zeros(labels.numel(), device=hidden.device)
         for chunk, h, norm in zip(targets.chunks, hit, norms, strict=True):
             out[chunk + 1] = h - norm  # where the label stands, one behind the position that predicts it
         ctx.head, ctx.targets, ctx.norms, ctx.turn = head, targets, norms, turn
@@ -263,7 +284,8 @@ class _TokenLogprobs(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None, None, None]:
         head: LossHead = ctx.head
         seat, hidden = head.seat, ctx.saved_tensors[0]
-        flat, back = hidden.reshape(-1, hidden.shape[-1]), torch.zeros_like(hidden).view(-1, hidden.shape[-1])
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        back = torch.zeros_like(flat, dtype=torch.float32)  # a sum over tiles
         seat.begin("backward", True, ctx.turn.call)
         flat_grad = torch.cat([grad.reshape(-1)[1:], grad.new_zeros(1)])  # from the label to what predicts it
         for _ in seat.units:
@@ -272,7 +294,7 @@ class _TokenLogprobs(torch.autograd.Function):
                     head, seat.opened(op, seat.trainable), flat, ctx.targets, ctx.norms, flat_grad, back
                 )
             )
-        return None, back.view(hidden.shape), None, None, None
+        return None, back.to(hidden.dtype).view(hidden.shape), None, None, None
 
 
 def _reduce(
@@ -289,9 +311,8 @@ def _reduce(
         for i, chunk in enumerate(targets.chunks):
             logits = head.scored(flat[chunk], tile)
             highest = torch.maximum(top[i], logits.amax(-1))
-            word = targets.labels[chunk] - tile.first_row
-            inside = ((word >= 0) & (word < logits.shape[1])).nonzero().squeeze(1)
-            hit[i][inside] = logits[inside, word[inside]]
+            inside, word = targets.inside(i, tile)
+            hit[i][inside] = logits[inside, word]
             total[i].mul_((top[i] - highest).exp_()).add_(logits.sub_(highest[:, None]).exp_().sum(-1))
             top[i] = highest
 
@@ -300,14 +321,13 @@ def _unreduce(
     head: LossHead, tile: Tile, flat: Tensor, targets: _Targets, norms: list[Tensor], grad: Tensor, back: Tensor
 ) -> None:
     """One tile's share of the gradients of every chunk."""
-    for chunk, norm in zip(targets.chunks, norms, strict=True):
+    for i, (chunk, norm) in enumerate(zip(targets.chunks, norms, strict=True)):
         hidden = flat[chunk].detach().requires_grad_()
         with torch.enable_grad():
             logits = head.scored(hidden, tile)
         slope = (logits.detach() - norm[:, None]).exp_().mul_(-grad[chunk][:, None])
-        word = targets.labels[chunk] - tile.first_row
-        inside = ((word >= 0) & (word < logits.shape[1])).nonzero().squeeze(1)
-        slope[inside, word[inside]] += grad[chunk][inside]
+        inside, word = targets.inside(i, tile)
+        slope[inside, word] += grad[chunk][inside]
         torch.autograd.backward(logits, slope)
         if hidden.grad is not None:
             back[chunk] += hidden.grad

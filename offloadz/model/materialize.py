@@ -18,6 +18,15 @@ from offloadz.plan.machine import host_limit
 from offloadz.runtime.session import Session
 
 
+def move_buffers(model: nn.Module, device: torch.device) -> None:
+    """Every buffer of a module to a device, one that several modules share as one object."""
+    moved: dict[int, Tensor] = {}
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not buffer.is_meta:
+                module._buffers[name] = moved.setdefault(id(buffer), buffer.to(device))
+
+
 def put_back(model: nn.Module, session: Session, places: Sequence[Place]) -> None:
     """Put every weight where its parameter stood, tied ones as one object.  Raises DoesNotFit with both figures."""
     params = dict(model.named_parameters())

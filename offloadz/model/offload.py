@@ -21,6 +21,7 @@ from offloadz.model.body import Body
 from offloadz.model.drives import Drives
 from offloadz.model.flips import adoptable, begin
 from offloadz.model.head import HeadSeat, LossHead
+from offloadz.model.materialize import move_buffers
 from offloadz.model.optimizer import KINDS as OPTIMIZERS
 from offloadz.model.optimizer import AdamW, RunOptimizer, Settings
 from offloadz.model.outline import Outline, config_of, most_common_dtype, outline
@@ -31,11 +32,12 @@ from offloadz.model.tables import TableSeat
 from offloadz.model.weights import names_of, source_of
 from offloadz.plan.errors import ConfigError, DoesNotFit
 from offloadz.plan.footprint import score_copies
-from offloadz.plan.machine import probe_machine
+from offloadz.plan.machine import Machine, compute_dtype, probe_machine, with_device
 from offloadz.plan.placement import COMMITS, KINDS, TIERS
 from offloadz.plan.rooms import apart, rooms_of
 from offloadz.plan.search import Plan, Wishes, decide
 from offloadz.plan.spec import ITEM_BYTES, ModelSpec
+from offloadz.runtime.devices import Device, device_named
 from offloadz.runtime.room import Room
 from offloadz.runtime.session import Session
 from offloadz.runtime.threads import update_threads
@@ -73,6 +75,8 @@ def offload(
     keep_float32: Sequence[str] = (),
     freeze: Sequence[str] = (),
     blocks: Sequence[str] = (),
+    device: str | torch.device | Device = "auto",
+    device_memory: int | None = None,
     host_memory: int | None = None,
     threads: int = 0,
     seed: int = 0,
@@ -95,8 +99,9 @@ def offload(
 
     `slots`, `sweeps`: 0 leaves them to the plan.  `max_grad_norm`: 0 is off.  `commit`: auto, hold, shadow (updates
     as gradients come, into a second copy) or in_place (the same, nothing kept: no clipping, an error ends the run).
-    `keep_float32`, `freeze`: name patterns.  `host_memory`: most bytes.  `threads`: of updates.  `seed`: of dropout and
-    stochastic rounding.  `poison`: see docs.
+    `device`: what computes, auto | cpu | one of torch's (auto: the current accelerator, else the CPU), or a `Device`.
+    `host_memory`, `device_memory`: most bytes.  `keep_float32`, `freeze`: name patterns.  `threads`: of updates.
+    `seed`: of dropout and stochastic rounding.  `poison`: see docs.
     `copies`: of parameters and optimizer state where both are on disk; from 2 on a step is there whole or not at all,
     from 3 on `run.save` makes hard links to one.  `adopt`: a directory of such state to take over instead of weights
     (CannotGoOn where it does not fit as it lies); what else it holds is for `model.state` to put back.
@@ -105,36 +110,33 @@ def offload(
     Raises ConfigError for what is not built or wrong, DoesNotFit with numbers, before a weight is read.
     """
     tiers = {"parameters": parameters, "gradients": gradients, "optimizer_state": optimizer_state}
-    _check_arguments(model, tiers | {"activations": activations}, optimizer, host_memory)
+    _check_arguments(model, tiers | {"activations": activations}, optimizer, (host_memory, device_memory))
     _check_kinds({"keep_float32": keep_float32, "freeze": freeze, "blocks": blocks}, copies)
     _check_commit(plan.commit if plan is not None and commit == "auto" else commit, max_grad_norm)
-    map_large_blocks()
-    names_of(model)
-    stored = str(dtype).removeprefix("torch.") if dtype is not None else most_common_dtype(model)
-    if stored not in ITEM_BYTES:
-        raise ConfigError(f"dtype {stored} is not built; needed: one of {', '.join(ITEM_BYTES)}")
+    stored = _stored(model, dtype)
     updates = RunUpdates(optimizer or AdamW(), update_threads(threads)[0], max_grad_norm, seed)
-    recipe = updates.settings.recipe
-    drawn = outline(model, stored, recipe, blocks=blocks, keep_float32=keep_float32, freeze=freeze)
+    drawn = outline(model, stored, updates.settings.recipe, blocks=blocks, keep_float32=keep_float32, freeze=freeze)
     paths = apart([swap] if isinstance(swap, str | Path) else swap)
+    computer = device_named(device)
     wishes = Wishes(
         batch_size=batch_size or max(1, micro_batch_size) * max(1, sweeps), max_length=max_length or 512,
         micro_batch_size=micro_batch_size, sweeps=sweeps, slots=slots, parameters=parameters, gradients=gradients,
         optimizer=optimizer_state, activations=activations, swap=bool(paths), commit=commit,
         disk_free=sum(rooms_of(paths, None)) if paths else None, host_memory=host_memory, threads=threads,
+        device_memory=device_memory, compute=compute_dtype(computer.facts, stored),
         random=isinstance(source_of(model), RandomSource), score_copies=_score_copies(model), copies=copies,
     )  # fmt: skip
-    plan = _settled(plan, drawn.spec, wishes)
-    source = source_of(model) or ModuleSource(model)
-    room = _furnish(drawn.spec, plan, Drives(paths, checksum, io, output, adopt))
+    plan = _settled(plan, drawn.spec, wishes, with_device(probe_machine(), computer.facts))
+    room = _furnish(drawn.spec, plan, Drives(paths, checksum, io, output, adopt), computer)
     session = Session(room, poison=poison, seed=seed)
-    run = _stand_in(model, drawn, plan, Stage(session, model, seed), None if adopt else source, updates)
+    source = None if adopt else source_of(model) or ModuleSource(model)
+    run = _stand_in(model, drawn, plan, Stage(session, model, seed), source, updates)
     run.stage.micro_rows = micro_batch_size or (plan.micro_batch_size if batch_size else 0)
     run.sweeps = sweeps or (plan.sweeps if batch_size else 1)
     return run
 
 
-def _check_arguments(model: nn.Module, tiers: dict[str, str], optimizer: Any, host_memory: Any) -> None:
+def _check_arguments(model: nn.Module, tiers: dict[str, str], optimizer: Any, memory: tuple[Any, Any]) -> None:
     """What a caller may easily get wrong in kind."""
     if id(model) in RUNS:
         raise ConfigError(f"this {type(model).__name__} is already offloaded; first run.close(materialize=True)")
@@ -144,8 +146,17 @@ def _check_arguments(model: nn.Module, tiers: dict[str, str], optimizer: Any, ho
     if optimizer is not None and not isinstance(optimizer, Settings):
         kinds = ", ".join(f"offloadz.{kind.__name__}" for kind in OPTIMIZERS.values())
         raise ConfigError(f"optimizer is a {type(optimizer).__name__}; needed: one of {kinds}, such as AdamW(lr=...)")
-    if host_memory is not None and not isinstance(host_memory, int):
-        raise ConfigError(f"host_memory = {host_memory!r}; needed: a whole number of bytes, such as 48 << 30")
+    for key, told in zip(("host_memory", "device_memory"), memory, strict=True):
+        if told is not None and not isinstance(told, int):
+            raise ConfigError(f"{key} = {told!r}; needed: a whole number of bytes, such as 48 << 30")
+
+
+def _stored(model: nn.Module, dtype: torch.dtype | str | None) -> str:
+    """Dtype of the working weights at rest."""
+    stored = str(dtype).removeprefix("torch.") if dtype is not None else most_common_dtype(model)
+    if stored not in ITEM_BYTES:
+        raise ConfigError(f"dtype {stored} is not built; needed: one of {', '.join(ITEM_BYTES)}")
+    return stored
 
 
 def _check_kinds(lists: dict[str, Any], copies: Any) -> None:
@@ -164,13 +175,15 @@ def _check_commit(commit: str, max_grad_norm: float) -> None:
         raise ConfigError(f"commit = 'in_place' cannot clip; found max_grad_norm = {max_grad_norm}, needed: 0")
 
 
-def _settled(plan: Plan | None, spec: ModelSpec, wishes: Wishes) -> Plan:
+def _settled(plan: Plan | None, spec: ModelSpec, wishes: Wishes, machine: Machine) -> Plan:
     """The plan that is given, if it agrees with the wishes beside it, or the one that the wishes lead to."""
     if plan is not None:
         _check_agrees(plan, wishes)
+        if plan.placement.unified != machine.unified:
+            raise ConfigError(f"offload: device {machine.device} beside a plan for {plan.device}; give one of the two")
         if plan.recipe != spec.recipe.state:
             raise ConfigError(f"offload: state = {spec.recipe.state!r} beside a plan that says {plan.recipe!r}")
-    plan = plan or decide(spec, probe_machine(), wishes)
+    plan = plan or decide(spec, machine, wishes)
     where = plan.placement
     if wishes.copies > 1 and not where.flips:
         raise ConfigError(
@@ -200,8 +213,9 @@ def _score_copies(model: nn.Module) -> int:
     return score_copies(getattr(config, "_attn_implementation", None) or "sdpa", told) if told else 0
 
 
-def _furnish(spec: ModelSpec, plan: Plan, drives: Drives) -> Room:
+def _furnish(spec: ModelSpec, plan: Plan, drives: Drives, device: Device) -> Room:
     """The room of a plan, its buffers made and its extents reserved or taken over."""
+    map_large_blocks()
     check_io(drives.io)
     placement = replace(plan.placement, storage=spec.dtype, accumulate=plan.sweeps > 1)
     on_disk = "disk" in (placement.parameters, placement.gradients, placement.optimizer, placement.activations)
@@ -210,7 +224,7 @@ def _furnish(spec: ModelSpec, plan: Plan, drives: Drives) -> Room:
     copies = placement.copies if placement.ending else 1
     saved = adoptable(drives.adopt, spec, copies if placement.flips else 1) if drives.adopt else None
     disk = drives.open(plan, copies, saved) if on_disk else None
-    room = Room(spec, placement, disk)
+    room = Room(spec, placement, disk, device=device)
     try:
         room.build(plan.batch.tokens_per_micro * spec.hidden_size * ITEM_BYTES[placement.compute])
     except BaseException:
@@ -224,6 +238,7 @@ def _stand_in(
 ) -> Run:
     """Stand-ins where the blocks were and weights at home (no source: they are); all is put back where that fails."""
     seats: list[SeatLike] = []
+    names_of(model)  # noted while its modules are its own
     try:
         for index, module in enumerate(drawn.modules):
             seats.append(_seat(stage, index, module, drawn))  # refuses what is not built before a weight is read
@@ -269,6 +284,7 @@ def _assemble(
     updates: RunUpdates,
 ) -> Run:
     """The weights let go of, the loss head over the stand-ins, and the run around all."""
+    move_buffers(model, stage.device.torch)
     _to_meta(seats, {m.name for u in drawn.spec.units for s in u.sections if s.trainable for m in s.members})
     heads = [s for s in seats if isinstance(s, HeadSeat)]
     base = getattr(model, "base_model", None)

@@ -22,9 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from offloadz.model.arrivals import Arrivals
+from offloadz.model.axes import cut_rows
 from offloadz.model.blocks import BlockSeat
 from offloadz.model.head import HeadSeat, LossHead
-from offloadz.model.materialize import put_back
+from offloadz.model.materialize import move_buffers, put_back
 from offloadz.model.optimizer import RunOptimizer
 from offloadz.model.packed import require_apart
 from offloadz.model.stage import Stage
@@ -121,8 +122,8 @@ class Run:
             self._allow_sums()
             self.session.expect_more()
             self._open_step()
-            self.report.loss += float(loss.detach())
-            loss.backward()  # type: ignore[no-untyped-call]
+            self.session.descend(loss)
+            self.report.loss += float(loss.detach())  # behind it: reading it earlier would wait for the forward
 
     def update(self) -> None:
         """Clip and update with the gradients of the backward passes since the last update."""
@@ -169,13 +170,14 @@ class Run:
         if num_targets == 0:
             self.report.skipped, self.report.reason = True, "no target tokens"
             return float("nan")
-        losses: list[float] = []
+        kept: list[Tensor] = []
         sweeps = self._sweeps(dict(batch))
         for index, part in enumerate(sweeps):
             self.session.rounds = index == len(sweeps) - 1
             logp = self.loss_head.token_logprobs(part)
-            losses += logp.detach().double().reshape(-1).tolist()
-            logp.backward(torch.full_like(logp, -1.0 / num_targets))  # type: ignore[no-untyped-call]
+            kept.append(logp.detach())
+            self.session.descend(logp, torch.full_like(logp, -1.0 / num_targets))
+        losses = [value for logp in kept for value in logp.double().reshape(-1).tolist()]
         return -math.fsum(losses) / num_targets
 
     def _sweeps(self, batch: dict[str, Any]) -> list[dict[str, Any]]:
@@ -187,7 +189,7 @@ class Run:
         groups = [ranges[i : i + per_sweep] for i in range(0, len(ranges), per_sweep)]
         if len(groups) > 1:
             self._allow_sums()
-        return [_rows(batch, rows, g[0][0], g[-1][0] + g[-1][1]) for g in groups]
+        return [cut_rows(batch, rows, g[0][0], g[-1][0] + g[-1][1]) for g in groups]
 
     def _with_positions(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Positions per row for a model that looks them up in a table: then no row's gradient depends on another's."""
@@ -204,10 +206,10 @@ class Run:
                 " offload.sweeps = 1"
             )
         self.session.rounds = True
-        loss = loss_fn(self.model, batch)
+        loss = loss_fn(self.model, self.stage.device.bring(dict(batch)))
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise ConfigError(f"loss_fn returned {type(loss).__name__}; needed: a tensor with one element")
-        loss.backward()  # type: ignore[no-untyped-call]
+        self.session.descend(loss)
         return float(loss.detach())
 
     def _open_step(self) -> None:
@@ -289,7 +291,7 @@ class Run:
         report.busy_s = {lane: since.get(lane, 0.0) for lane in LANES}
         report.bottleneck = max(report.busy_s, key=lambda lane: report.busy_s[lane])
         report.bytes = {
-            "device_peak": 0,  # the compute device is the CPU, whose memory is the host's
+            "device_peak": self.stage.device.peak_bytes(),
             **{f"host_{name}": memory[name] for name in ("peak", "resident")},
             "locked": memory["locked"],
             "disk_held": disk.held_bytes() if disk else 0,
@@ -300,6 +302,8 @@ class Run:
     def _mark(self) -> None:
         """Clocks and counters as they are now: what comes next is counted from here."""
         disk = self.session.room.disk
+        for lane in self.session.lanes.values():
+            lane.clock.catch_up()
         self._began_s = time.perf_counter()
         self._before = {name: lane.clock.busy_s for name, lane in self.session.lanes.items()} | {
             "wait": self.session.inline.clock.wait_s,
@@ -357,6 +361,7 @@ class Run:
             self.stage.unwatch()
             RUNS.pop(id(self.model), None)
             self.stage.run = None
+            move_buffers(self.model, torch.device("cpu"))
             self.session.close()
 
     def _check_open(self) -> None:
@@ -388,13 +393,3 @@ def token_logprobs(model: nn.Module | Run, batch: Batch) -> Tensor:
 
 RUNS: weakref.WeakValueDictionary[int, Run] = weakref.WeakValueDictionary()
 """Open runs by the identity of their model, which keeps its run alive."""
-
-
-def _rows(batch: dict[str, Any], rows: int, first: int, last: int) -> dict[str, Any]:
-    if (first, last) == (0, rows):
-        return batch
-
-    def cut(x: Any) -> Any:
-        return x[first:last] if isinstance(x, Tensor) and x.dim() and x.shape[0] == rows else x
-
-    return {key: cut(value) for key, value in batch.items()}

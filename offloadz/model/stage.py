@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from offloadz.plan.errors import ConfigError
+from offloadz.runtime.devices import Device
 from offloadz.runtime.session import Session
 
 ROUTED = "output_router_logits"
@@ -98,6 +99,7 @@ class Stage:
             kwargs = self._without_cache(module, kwargs)
             self._refuse_recorded(module, kwargs)
             self._refuse_thawed()
+        args, kwargs = self.device.bring(args), self.device.bring(kwargs)
         self.root = RootCall(module, args, kwargs, _num_rows(args, kwargs), threading.get_ident())
         return args, kwargs
 
@@ -150,16 +152,29 @@ class Stage:
         step = self.micro_rows or num_rows
         return [(first, min(step, num_rows - first)) for first in range(0, num_rows, max(1, step))] or [(0, 0)]
 
+    @property
+    def device(self) -> Device:
+        return self.session.room.device
+
     @contextmanager
     def seeded(self, call: int, micro: int) -> Iterator[None]:
         """Random numbers that depend on (seed, step, call, micro-batch) alone: a recompute draws the same dropout."""
-        before = torch.get_rng_state()
-        # torch.manual_seed formats a stack trace per absent accelerator at every call: a fifth of a small step.
-        torch.default_generator.manual_seed(_mixed(self.seed, self.session.step, call, micro))
+        with self.undrawn():
+            # torch.manual_seed formats a stack trace per absent accelerator at every call: a fifth of a small step.
+            for generator in self.device.generators():
+                generator.manual_seed(_mixed(self.seed, self.session.step, call, micro))
+            yield
+
+    @contextmanager
+    def undrawn(self) -> Iterator[None]:
+        """Whatever is drawn inside, the random states are those of before."""
+        generators = self.device.generators()
+        before = [generator.get_state() for generator in generators]
         try:
             yield
         finally:
-            torch.set_rng_state(before)
+            for generator, state in zip(generators, before, strict=True):
+                generator.set_state(state)
 
 
 def _num_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

@@ -43,7 +43,7 @@ class TableSeat:
     def __call__(self, ids: Tensor) -> Tensor:
         stage = self.stage
         if stage.probe is not None:
-            return torch.zeros(*ids.shape, self.width)
+            return torch.zeros(*ids.shape, self.width, device=ids.device)
         graded = torch.is_grad_enabled() and self.trainable and not self.body.frozen()
         if graded:
             return _Lookup.apply(stage.anchor, self, ids)  # type: ignore[no-any-return]
@@ -53,15 +53,16 @@ class TableSeat:
         session = self.stage.session
         turn = session.begin("forward", self.index, 1, graded)
         out: list[Tensor] = []
-        session.compute(lambda op: out.append(self._look_up(ids)))
+        session.compute(lambda op: out.append(self._look_up(ids.cpu())), on_host=True)
         return out[0], turn
 
     def _look_up(self, ids: Tensor) -> Tensor:
         wanted, where = torch.unique(ids.reshape(-1), return_inverse=True)
         self._check(wanted)
-        rows = self.rows(wanted).to(self.stage.session.room.compute_dtype)
+        room = self.stage.session.room
+        rows = room.device.bring(self.rows(wanted)).to(room.compute_dtype)
         with torch.no_grad():
-            return self._embed(rows, where.view(ids.shape))
+            return self._embed(rows, room.device.bring(where.view(ids.shape)))
 
     def _check(self, wanted: Tensor) -> None:
         if wanted.numel() and (wanted[0] < 0 or wanted[-1] >= self.num_rows):
@@ -72,7 +73,7 @@ class TableSeat:
             )
 
     def _embed(self, rows: Tensor, where: Tensor) -> Tensor:
-        """The module's own forward over a small table; the padding row has been dealt with by id."""
+        """The module's own forward, on the device, over a small table; the padding row has been dealt with by id."""
         padding, self.module.padding_idx = self.module.padding_idx, None
         try:
             with self.body.lent({place.name: rows for place in self.body.places}):
@@ -81,10 +82,11 @@ class TableSeat:
             self.module.padding_idx = padding
 
     def rows(self, wanted: Tensor) -> Tensor:
-        """Rows (sorted unique ids) in storage dtype, from wherever the tiles lie."""
+        """Rows (sorted unique ids, on the host) in storage dtype, from wherever the tiles lie, and there."""
         room = self.stage.session.room
         dtype = DTYPES[room.spec.units[self.units[0]].sections[0].dtype]
-        out = torch.empty(wanted.numel(), self.width, dtype=dtype)
+        home = room.device.torch if room.is_away(room.home_tier("w")) else torch.device("cpu")
+        out = torch.empty(wanted.numel(), self.width, dtype=dtype, device=home)
         raw = out.view(torch.uint8).view(wanted.numel(), -1) if wanted.numel() else out
         for unit in self.units:
             owner = room.spec.units[unit]
@@ -100,7 +102,7 @@ class TableSeat:
                     room.drive.read_rows(room.extents[place], self.width * dtype.itemsize, 0, local, raw[a:b])
                 else:
                     held = room.buffer(place)[: part.weight_bytes].view(dtype).view(-1, self.width)
-                    torch.index_select(held, 0, local, out=out[a:b])
+                    torch.index_select(held, 0, local.to(home), out=out[a:b])
         return out
 
     def backward(self, turn: Turn, ids: Tensor, grad: Tensor) -> None:
@@ -110,18 +112,19 @@ class TableSeat:
         session.compute(lambda op: self._keep(ids, grad))
 
     def _keep(self, ids: Tensor, grad: Tensor) -> None:
+        bring = self.stage.device.bring
         split = ids.dim() > 1 and ids.shape[0] == grad.shape[0]
         ranges = self.stage.ranges(ids.shape[0]) if split else [(0, ids.shape[0])]
         kept = self.stage.rows_due.setdefault(self.index, [])
         for first, count in ranges:
             wanted, where = torch.unique(ids[first : first + count].reshape(-1), return_inverse=True)
-            rows = torch.zeros(wanted.numel(), self.width, dtype=grad.dtype, requires_grad=True)
+            rows = torch.zeros(wanted.numel(), self.width, dtype=grad.dtype, device=grad.device, requires_grad=True)
             with torch.enable_grad():
-                out = self._embed(rows, where.view(count, *ids.shape[1:]))
+                out = self._embed(rows, bring(where.view(count, *ids.shape[1:])))
             torch.autograd.backward(out, grad[first : first + count])
             slope = rows.grad if rows.grad is not None else torch.zeros_like(rows)
             if self.module.padding_idx is not None:
-                slope[wanted == self.module.padding_idx] = 0
+                slope[bring((wanted == self.module.padding_idx).nonzero().squeeze(1))] = 0
             kept.append((wanted, slope))
         self.stage.touched.update(place.name for place in self.body.places)
 
@@ -136,7 +139,7 @@ class TableSeat:
             a, b = torch.searchsorted(
                 wanted, torch.tensor([member.first_row, member.first_row + member.shape[0]])
             ).tolist()
-            slope.index_add_(0, wanted[a:b] - member.first_row, rows[a:b].float())
+            slope.index_add_(0, self.stage.device.bring(wanted[a:b] - member.first_row), rows[a:b].float())
 
 
 class _Lookup(torch.autograd.Function):
@@ -144,7 +147,7 @@ class _Lookup(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, seat: TableSeat, ids: Tensor) -> Tensor:
-        ctx.seat, ctx.ids = seat, ids
+        ctx.seat, ctx.ids = seat, ids.cpu()  # ids are looked at on the host, here where no computation is in the way
         out, ctx.turn = seat.forward(ids, True)
         return out
 

@@ -17,7 +17,7 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
-from offloadz.plan.placement import Placement, home_bytes, slot_bytes
+from offloadz.plan.placement import Placement, home_bytes, passing_bytes, slot_bytes
 from offloadz.plan.spec import ITEM_BYTES, ModelSpec, Unit, aligned
 
 PHASES = ("data", "load", "step", "save", "export")
@@ -137,6 +137,7 @@ def footprint(
     step: dict[str, dict[str, int]] = {"host": {**base, **rest["host"]}, "device": dict(rest["device"])}
     if not placement.unified:
         step["device"]["driver and libraries"] = DRIVER_BYTES
+        step["device"]["rounding and widening"] = rounding_bytes(spec, placement)
     for name, nbytes in slots.items():
         step[main if "compute" in name else "host"][name] = nbytes
     step[main] |= working
@@ -152,6 +153,13 @@ def footprint(
     data = {"host": {"interpreter": baseline_bytes, "tokenizer and records": reading_bytes}}
     load = {**still, "host": still["host"] | drawn}
     return Footprint({"data": data, "load": load, "step": step, "save": save, "export": export})
+
+
+def rounding_bytes(spec: ModelSpec, placement: Placement) -> int:
+    """Bytes on the device for gradients that are rounded and weights that are widened on their way: a buffer for each
+    stream, and one part in double, of which the sum of squares is taken."""
+    largest = max((p.num_elements for p, trained in spec.part_kinds if trained), default=0)
+    return 2 * aligned(passing_bytes(spec, placement)) + 8 * largest
 
 
 def computation(spec: ModelSpec, placement: Placement, batch: Batch) -> dict[str, int]:

@@ -96,6 +96,45 @@ class Machine:
         return (self.rates[own], state) if own in self.rates else (self.rates["cpu"], "fp32")
 
 
+@dataclass(frozen=True)
+class DeviceFacts:
+    """A compute device with memory of its own, as its driver tells it."""
+
+    name: str
+    """As torch names it: cuda:0."""
+    gpu: str
+    free_bytes: int
+    total_bytes: int
+    bfloat16: bool = True
+    """Whether it multiplies in bfloat16 by itself; else blocks are widened to float32 on it."""
+
+
+TYPICAL_DEVICE_RATES: Mapping[str, float] = {
+    "device": 2.0e13,
+    "float32": 1.0e13,
+    "bandwidth": 4.0e11,
+    "h2d": 2.0e10,
+    "d2h": 2.0e10,
+}
+"""Of a GPU of which nothing but its name is known."""
+
+
+def compute_dtype(facts: DeviceFacts | None, dtype: str) -> str:
+    """Dtype of the computation for weights of `dtype`: theirs, or float32 on the host, whose bfloat16 products are
+    unusably slow without special instructions, and on a device that only emulates them."""
+    return dtype if facts is not None and facts.bfloat16 else "float32"
+
+
+def with_device(machine: Machine, facts: DeviceFacts | None) -> Machine:
+    """The box computing on a device with memory of its own, of which what is free may be used; None: on its host."""
+    if facts is None:
+        return machine
+    return replace(
+        machine, device=facts.name, device_bytes=facts.free_bytes, unified=False, gpu=facts.gpu,
+        rates={**machine.rates, **TYPICAL_DEVICE_RATES},
+    )  # fmt: skip
+
+
 def rates_told(rates_source: str) -> str:
     """In words where the rates of a prediction come from."""
     if rates_source.startswith(UNVERIFIED):

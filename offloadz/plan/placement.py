@@ -145,6 +145,12 @@ def slot_bytes(spec: ModelSpec, placement: Placement, saved_bytes: int = 0) -> d
     return pools
 
 
+def passing_bytes(spec: ModelSpec, placement: Placement) -> int:
+    """Bytes of one stream's buffer on the device for weights that are widened, or gradients rounded, on their way."""
+    narrow = [p.weight_bytes for p, _ in spec.part_kinds if p.dtype != "float32"]
+    return 0 if placement.unified else max(narrow, default=0)
+
+
 def accumulates(spec: ModelSpec, placement: Placement, unit: int) -> bool:
     """Whether the stored gradient of a unit may have to hold an fp32 sum before its last term has come."""
     return placement.accumulate or unit in spec.shared_units

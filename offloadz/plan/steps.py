@@ -315,8 +315,9 @@ class Script:
         for part, cut in enumerate(owner.parts):
             if part in owner.trained_parts:
                 self.update(unit, part, slot, spare=spare)
-            elif spare and len(routes.part_route) == 1:
-                self.copied("p", self.home("p", unit, routes.parameters, part), unit, part, cut.weight_bytes)
+            elif spare and routes.parameters != "disk":
+                how = ("cpu", "copy") if len(routes.part_route) == 1 else ("d2h", "lower")
+                self.copied("p", self.home("p", unit, routes.parameters, part), unit, part, cut.weight_bytes, how)
 
     def updates(self, units: tuple[int, ...]) -> None:
         """The updates of `units` that are due; behind a step's last, its end (it follows all stores by its lane)."""
@@ -361,8 +362,11 @@ class Script:
                 target = self.home(kind, unit, {"disk": "next"}.get(route[0], "spare") if spare else route[0], part)
                 self.emit(lane, f"{verb}.{kind}", reads=places, writes=target, unit=unit, part=part, nbytes=nbytes)
 
-    def copied(self, kind: str, places: tuple[str, ...], unit: int, part: int, nbytes: int) -> tuple[str, ...]:
-        """Copy a part in memory to its spare; returns the place there."""
+    def copied(
+        self, kind: str, places: tuple[str, ...], unit: int, part: int, nbytes: int,
+        how: tuple[str, str] = ("cpu", "copy"),
+    ) -> tuple[str, ...]:  # fmt: skip
+        """Copy a part in memory to its spare, by a lane and verb of that memory; returns the place there."""
         target = (f"{places[0].partition('@')[0]}@spare",)
-        self.emit("cpu", f"copy.{kind}", reads=places, writes=target, unit=unit, part=part, nbytes=nbytes)
+        self.emit(how[0], f"{how[1]}.{kind}", reads=places, writes=target, unit=unit, part=part, nbytes=nbytes)
         return target

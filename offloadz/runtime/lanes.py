@@ -19,6 +19,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from offloadz.plan.ops import Op
 
@@ -26,7 +27,7 @@ Action = Callable[[Op], None]
 
 
 class Event:
-    """Set once: done, or failed with `error`."""
+    """Set once: done, or failed with `error`.  One of a stream is issued first and done later (`streams.py`)."""
 
     __slots__ = ("_done", "error")
 
@@ -43,6 +44,10 @@ class Event:
         self._done.wait()
         return self.error
 
+    def precede(self, stream: Any) -> BaseException | None:
+        """Let what comes into `stream` from now on follow this event: a stream knows no thread, so the caller waits."""
+        return self.wait()
+
 
 class Clock:
     """What a lane has been doing: seconds busy, seconds waiting, and spans (op, start, end) while `trace` is a list."""
@@ -51,6 +56,9 @@ class Clock:
         self.busy_s = 0.0
         self.wait_s = 0.0
         self.trace: list[tuple[Op, float, float]] | None = None
+
+    def catch_up(self) -> None:
+        """Take in what has ended since; a thread notes its times at once."""
 
     def add(self, op: Op, asked_s: float, start_s: float, end_s: float) -> None:
         self.busy_s += end_s - start_s
@@ -63,9 +71,9 @@ class Clock:
 class WorkerLane:
     """An in-order lane on a thread of its own."""
 
-    def __init__(self, name: str, run: Action, before: Action | None = None) -> None:
-        self.name, self.clock = name, Clock()
-        self._run, self._before = run, before
+    def __init__(self, name: str, run: Action, before: Action | None = None, clock: Clock | None = None) -> None:
+        self.name, self.clock = name, clock or Clock()
+        self._run, self._before = run, before or no_work
         self._jobs: queue.SimpleQueue[tuple[Op, Sequence[Event], Event] | None] = queue.SimpleQueue()
         self.error: tuple[Op, BaseException] | None = None
         self._last: Event | None = None
@@ -74,7 +82,7 @@ class WorkerLane:
         self._thread.start()
 
     def submit(self, op: Op, waits: Sequence[Event]) -> Event:
-        event = Event()
+        event = self._event()
         if self._closed:
             event.set(RuntimeError(f"lane {self.name} is closed: the run has ended"))
             return event
@@ -94,28 +102,35 @@ class WorkerLane:
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
+    def _event(self) -> Event:
+        return Event()
+
+    def _follow(self, event: Event) -> BaseException | None:
+        """Let the next op of this lane come after an event; returns its error."""
+        return event.wait()
+
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             op, waits, event = job
             asked = time.perf_counter()
-            error = next((e for e in [w.wait() for w in waits] if e is not None), None)
+            error = next((e for e in [self._follow(w) for w in waits] if e is not None), None)
             error = error or (self.error[1] if self.error else None)
             if error is None:
-                error = self._attempt(op, asked)
-            event.set(error)
-            del job, waits, event
+                try:
+                    self._do(op, event, asked)
+                except BaseException as caught:  # a lane must answer, whatever happened
+                    error, self.error = caught, (op, caught)
+            if error is not None:
+                event.set(error)
+            del job, waits, event, error
 
-    def _attempt(self, op: Op, asked: float) -> BaseException | None:
+    def _do(self, op: Op, event: Event, asked: float) -> None:
+        """The work of an op, and its event."""
         start = time.perf_counter()
-        try:
-            if self._before is not None:
-                self._before(op)
-            self._run(op)
-        except BaseException as error:  # a lane must answer, whatever happened
-            self.error = (op, error)
-            return error
+        self._before(op)
+        self._run(op)
         self.clock.add(op, asked, start, time.perf_counter())
-        return None
+        event.set()
 
 
 class InlineLane:
@@ -123,7 +138,9 @@ class InlineLane:
 
     def __init__(self) -> None:
         self.clock = Clock()
-        self.work: Action = lambda op: None
+        self.work: Action = no_work
+        self.on_host = False
+        """Whether the work is the host's, and so begins when what it follows is done: here all work is."""
 
     def submit(self, op: Op, waits: Sequence[Event]) -> Event:
         """Wait for what `op` needs and run its work here; raises the error of an op it waited for."""
@@ -138,8 +155,18 @@ class InlineLane:
         event.set()
         return event
 
+    def drain(self) -> None:
+        """Wait until all that was submitted is done; it is when `submit` returns."""
 
-def jitter(most_s: float, seed: int) -> Callable[[], None]:
+    def close(self) -> None:
+        """Nothing to end: the thread is the caller's."""
+
+
+def no_work(op: Op) -> None:
+    """No work."""
+
+
+def jitter(most_s: float, seed: int, pause: Callable[[float], None] = time.sleep) -> Callable[[], None]:
     """A random delay before a transfer: `debug.poison` uses it to find edges that are missing."""
     source = random.Random(seed)
-    return lambda: time.sleep(source.random() * most_s)
+    return lambda: pause(source.random() * most_s)

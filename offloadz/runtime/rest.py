@@ -125,8 +125,9 @@ def _codes(
 
 
 def _slot(room: Room, kind: str, unit: int, part: int, nbytes: int) -> Tensor:
-    """A buffer for a part on its way: its home, or a host slot where it lives on disk."""
-    if f"{kind}{unit}.{part}@disk" not in room.extents:
+    """A buffer for a part on its way: its home, or a host slot where it lives on disk or on a device of its own."""
+    away = nbytes and room.is_away(room.home_tier(kind))
+    if f"{kind}{unit}.{part}@disk" not in room.extents and not away:
         return room.part_bytes(kind, unit, part, room.home(kind, unit))
     names = ("host.p#0", "host.w#0") if kind == "w" else ("host.s#0",)
     return next(room.slots[n] for n in names if n in room.slots)[: aligned(nbytes)]
@@ -136,6 +137,8 @@ def _bring(room: Room, kind: str, unit: int, part: int, nbytes: int) -> Tensor:
     slot, place = _slot(room, kind, unit, part, nbytes), f"{kind}{unit}.{part}@disk"
     if place in room.extents:
         room.drive.read(room.extents[place], slot)
+    elif room.is_away(room.home_tier(kind)):
+        slot.copy_(room.part_bytes(kind, unit, part, room.home(kind, unit)))
     return slot
 
 
@@ -143,3 +146,5 @@ def _send_home(room: Room, kind: str, unit: int, part: int, held: Tensor) -> Non
     place = f"{kind}{unit}.{part}@disk"
     if place in room.extents:
         room.drive.write(room.extents[place], held)
+    elif room.is_away(room.home_tier(kind)):
+        room.part_bytes(kind, unit, part, room.home(kind, unit)).copy_(held)

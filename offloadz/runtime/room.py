@@ -25,8 +25,9 @@ from offloadz.memory.flat import (
 )
 from offloadz.memory.host import HostPool, needed_bytes
 from offloadz.memory.tier import PIECE_BYTES, Extent, rounded
-from offloadz.plan.placement import Placement, accumulates, rests, slot_bytes, spares
+from offloadz.plan.placement import Placement, accumulates, passing_bytes, rests, slot_bytes, spares
 from offloadz.plan.spec import ModelSpec, Part, Unit, aligned
+from offloadz.runtime.devices import Cpu, Device
 
 ROLES = {
     "w": ("state", "weights", "parameters"),
@@ -34,6 +35,10 @@ ROLES = {
     "g": ("scratch", "gradients", "gradients"),
 }
 """Per kind of stored value: area and role on disk, and its name in a placement."""
+
+
+Sizes = dict[Any, int]
+"""Name of a slot, or (kind, unit), to bytes."""
 
 
 @dataclass
@@ -56,8 +61,13 @@ class Room:
     saved: dict[str, Tensor] = field(default_factory=dict)
     """Place (`x3.0@host`) to the bytes of a saved input at home."""
     shapes: dict[tuple[int, int], tuple[torch.Size, torch.dtype]] = field(default_factory=dict)
-    squares: dict[tuple[int, int], float] = field(default_factory=dict)
+    squares: dict[tuple[int, int], float | Tensor] = field(default_factory=dict)
     """(unit, part) to the sum of squares of its rounded gradient."""
+    device: Device = field(default_factory=Cpu)
+    passing: dict[str, Tensor] = field(default_factory=dict)
+    """Stream to its buffer on the device for what is widened or rounded on its way; none where memory is one."""
+    square_homes: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    """(unit, part) to where its sum of squares comes home to; none where memory is one."""
     due: dict[str, tuple[dict[str, Any], ...]] = field(default_factory=dict)
     """Parameter name to the settings of the updates that are due (one, or none for a parameter without a gradient)."""
     told: dict[str, Any] = field(default_factory=dict)
@@ -84,16 +94,53 @@ class Room:
         }
         homes = {key: aligned(n) for key, n in self._home_sizes() if n}
         spares = {key: n for key, n in homes.items() if self._has_spare(*key)}
-        pool = HostPool(needed_bytes([*sizes.values(), *homes.values(), *spares.values()]))
-        self.pools.append(pool)
-        self.slots = {name: pool.take(name, nbytes) for name, nbytes in sizes.items()}
-        self.homes = {key: pool.take(f"{key[0]}{key[1]}", nbytes) for key, nbytes in homes.items()}
-        self.spares = {key: pool.take(f"spare {key[0]}{key[1]}", nbytes) for key, nbytes in spares.items()}
+        self.pools.append(self._lay(sizes, homes, spares))
+        self._lay_passing()
         self._reserve()
         if self.disk is not None:
             for name, slot in self.slots.items():
                 if not name.startswith("compute."):
                     self.disk.fix(slot)
+
+    def _lay(self, slots: Sizes, homes: Sizes, spares: Sizes) -> HostPool:
+        """Buffers of these sizes: on the device what belongs there, all others in one host pool, in this order."""
+        kinds = (
+            ("{}", slots, self.slots, self.device.empty),
+            ("{0[0]}{0[1]}", homes, self.homes, self.device.zeros),
+            ("spare {0[0]}{0[1]}", spares, self.spares, self.device.zeros),
+        )
+        near = [nbytes for _, sizes, *_ in kinds for key, nbytes in sizes.items() if not self._lies_away(key)]
+        pool = HostPool(needed_bytes(near))
+        self.device.lock(pool)
+        for name, sizes, held, made in kinds:
+            for key, nbytes in sizes.items():
+                held[key] = made(nbytes) if self._lies_away(key) else pool.take(name.format(key), nbytes)
+        return pool
+
+    def _lies_away(self, key: Any) -> bool:
+        """Whether a slot (by its name) or a home (by kind and unit) is memory that the host cannot touch."""
+        return self.is_away(self.home_tier(key[0]) if isinstance(key, tuple) else key.partition(".")[0])
+
+    def is_away(self, tier: str) -> bool:
+        """Whether a tier is memory that the host cannot touch."""
+        return tier in ("device", "compute") and not self.placement.unified
+
+    def home_tier(self, kind: str) -> str:
+        """The tier where values of a kind are at rest."""
+        return str(getattr(self.placement, ROLES[kind][2]))
+
+    def _lay_passing(self) -> None:
+        """What a device with memory of its own needs besides slots: see `passing_bytes`."""
+        if self.placement.unified:
+            return
+        nbytes = passing_bytes(self.spec, self.placement)
+        self.passing = {stream: self.device.empty(aligned(nbytes)) for stream in ("h2d", "d2h")}
+        keys = [(index, k) for index, unit in enumerate(self.spec.units) for k in unit.trained_parts]
+        pool = HostPool(aligned(8 * len(keys)))
+        self.device.lock(pool)
+        self.pools.append(pool)
+        values = pool.take("sums of squares", 8 * len(keys)).view(torch.float64)
+        self.square_homes = dict(zip(keys, values, strict=True))
 
     def _home_sizes(self) -> Iterator[tuple[tuple[str, int], int]]:
         for kind, (_, _, name) in ROLES.items():
@@ -178,6 +225,13 @@ class Room:
         """Flat fp32 gradient sections of a slot."""
         return slope_sections(self.spec.units[unit], self.slots[place])
 
+    def slope_parts(self, unit: int, place: str) -> Iterator[tuple[int, Tensor]]:
+        """(part, its flat fp32 gradient) in a slot, for each trained part."""
+        slopes = self.slopes(unit, place)
+        for k in self.spec.units[unit].trained_parts:
+            part = self.spec.units[unit].parts[k]
+            yield k, slopes[part.section][part.start : part.stop]
+
     def grad_part(self, unit: int, part: int, place: str, dtype: torch.dtype) -> Tensor:
         """Flat view of a part of a stored gradient, in the slot of its unit or at home."""
         whole = self.unit_bytes("g", unit, place)
@@ -198,7 +252,7 @@ class Room:
         if home == "host":
             held = self.saved.get(f"{place}@host")
             if held is None or held.numel() != x.nbytes:
-                self.saved[f"{place}@host"] = torch.empty(x.nbytes, dtype=torch.uint8)
+                self.saved[f"{place}@host"] = self.device.host(x.nbytes)
         if home == "disk":
             self._keep_extent(f"{place}@disk", x.nbytes)
 
@@ -227,18 +281,16 @@ class Room:
         return typed(held, 0, shape.numel(), dtype).view(shape)
 
     def fits_saved(self, nbytes: int) -> bool:
-        slot = self.slots.get("host.x#0")
-        return self.placement.activations != "disk" or (slot is not None and slot.numel() >= nbytes)
+        return all(slot.numel() >= nbytes for name, slot in self.slots.items() if name.endswith(".x#0"))
 
     def grow_saved(self, nbytes: int) -> None:
         """Larger slots for saved inputs; all lanes must be idle."""
-        size, count = aligned(nbytes, PIECE_BYTES), self.placement.slots
-        for i in range(count):
-            self.slots.pop(f"host.x#{i}", None)
+        names = [name for name in self.slots if name.partition("#")[0].endswith(".x")]
+        for name in names:
+            del self.slots[name]
         if self.grown is not None:
-            self.grown.close()
-        pool = self.grown = HostPool(needed_bytes([size] * count))
-        self.slots |= {f"host.x#{i}": pool.take(f"host.x#{i}", size) for i in range(count)}
+            self._close(self.grown)
+        self.grown = self._lay(dict.fromkeys(names, aligned(nbytes, PIECE_BYTES)), {}, {})
 
     def widen_gradients(self, placement: Placement) -> None:
         """Homes and slots of gradients that hold fp32 sums; all lanes idle, no gradient at rest."""
@@ -251,10 +303,7 @@ class Room:
             for i in range(count)
         }
         homes = {key: aligned(n) for key, n in self._home_sizes() if n and key[0] == "g"}
-        pool = HostPool(needed_bytes([*sizes.values(), *homes.values()]))
-        self.pools.append(pool)
-        self.slots |= {name: pool.take(name, nbytes) for name, nbytes in sizes.items()}
-        self.homes |= {key: pool.take(f"{key[0]}{key[1]}", nbytes) for key, nbytes in homes.items()}
+        self.pools.append(self._lay(sizes, homes, {}))
         for index, unit in enumerate(self.spec.units if placement.gradients == "disk" else ()):
             for k in unit.trained_parts:
                 nbytes = self._part_bytes("g", index, unit.parts[k])
@@ -292,11 +341,16 @@ class Room:
 
     def close(self, keep_state: bool = False) -> None:
         """Give all memory back; scratch goes, state too unless it is to be kept."""
-        for held in (self.slots, self.homes, self.spares, self.live, self.saved, self.shapes, self.squares, self.due):
-            held.clear()  # type: ignore[attr-defined]
+        held = (self.slots, self.homes, self.spares, self.live, self.saved, self.shapes, self.squares, self.due)
+        for named in (*held, self.passing, self.square_homes):
+            named.clear()  # type: ignore[attr-defined]
         try:
             if self.disk is not None:
                 self.disk.close(keep_state)  # first: it holds on to the slots it was told of
         finally:
             for pool in (*self.pools, *([self.grown] if self.grown else [])):
-                pool.close()
+                self._close(pool)
+
+    def _close(self, pool: HostPool) -> None:
+        self.device.unlock(pool)
+        pool.close()

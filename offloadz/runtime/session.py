@@ -29,9 +29,9 @@ from offloadz.plan.ops import LANES, Op, Program
 from offloadz.plan.passes import compiled
 from offloadz.plan.steps import Backward, Finish, Forward, Phase, Turn, Updates, build
 from offloadz.plan.walk import Frontier, Walk
-from offloadz.runtime import native
-from offloadz.runtime.actions import ACTIONS
-from offloadz.runtime.lanes import InlineLane, WorkerLane, jitter
+from offloadz.runtime.device_actions import TABLES
+from offloadz.runtime.devices import delays
+from offloadz.runtime.lanes import InlineLane, WorkerLane
 from offloadz.runtime.rest import PartView, parts, put
 from offloadz.runtime.room import Room
 
@@ -57,9 +57,10 @@ class Session:
 
     def __init__(self, room: Room, *, poison: bool = False, seed: int = 0) -> None:
         self.room, self.spec, self.placement = room, room.spec, room.placement
-        self.inline = InlineLane()
+        device, self._actions = room.device, TABLES[room.placement.unified]
+        self.inline = device.compute_lane(room, seed if poison else None)
         self.workers = {
-            name: WorkerLane(name, self._act, self._poison(seed, i) if poison else None)
+            name: device.worker(name, self._act, delays(room, i, name, seed) if poison else None)
             for i, name in enumerate(WORKERS)
         }
         self.lanes: dict[str, InlineLane | WorkerLane] = {"device": self.inline, **self.workers}
@@ -79,6 +80,8 @@ class Session:
         self.last_step: list[Told] = []
         self.owner: int | None = None
         """The thread that is in the middle of a step, whose calls alone the model answers."""
+        self.deputy: int | None = None
+        """The thread that goes backward for the owner, 0 while it is not yet known; None where nobody does."""
         self.calls = 0
         self.micros = 1
         self.rounds = False
@@ -122,19 +125,35 @@ class Session:
 
     def require_thread(self) -> None:
         """Raise for a call of the model from another thread than the one that is in the middle of a step."""
-        if self.owner not in (None, threading.get_ident()):
+        here = threading.get_ident()
+        if self.owner in (None, here):
+            return
+        if self.deputy == 0 and torch._C._current_graph_task_id() >= 0:
+            self.deputy = here
+        if self.deputy != here:
             raise RuntimeError("the model was called from another thread in the middle of a step; wait for the step")
+
+    def descend(self, tensor: Tensor, grad: Tensor | None = None) -> None:
+        """`tensor.backward(grad)`; of a device, autograd goes backward on a thread of its own while this one waits."""
+        self.deputy = 0
+        try:
+            self.room.device.descend(tensor, grad)
+        finally:
+            self.deputy = None
 
     def _adds(self, seat: int, call: int) -> bool:
         """Whether a seat's gradient has several terms: met twice before its backward, or more backwards follow."""
         return any(t.seat == seat for t in self.open) if call < 0 else not self.rounds
 
-    def compute(self, work: Callable[[Op], None]) -> None:
-        """Run the computation whose turn it is on this thread, once what it reads has arrived."""
+    def compute(self, work: Callable[[Op], None], on_host: bool = False) -> None:
+        """Run the computation whose turn it is on this thread, once what it reads has arrived.
+
+        `on_host`: it is the host that reads, and so waits for a device to be done with what comes from there.
+        """
         walk = self.walk
         if walk is None or walk.waiting_for is None:
             raise RuntimeError("a computation without a turn; every stand-in announces itself with `begin`")
-        self.inline.work = work
+        self.inline.work, self.inline.on_host = work, on_host
         try:
             walk.compute()
         except BaseException:
@@ -198,9 +217,9 @@ class Session:
             for unit in self.spec.seats[seat].units:
                 if self.spec.units[unit].trainable:
                     self.compute(partial(scatter, seat))
-        self.compute(_nothing)
+        self.compute(_nothing, on_host=True)
         self.room.forget_inputs()
-        return sum(value for _, value in sorted(self.room.squares.items()))
+        return sum(float(self.room.squares[key]) for key in sorted(self.room.squares))
 
     def commit(self, units: tuple[int, ...], due: dict[str, tuple[dict[str, Any], ...]], taken: bool = False) -> None:
         """The step is decided: updates of `units` are due, with settings now fixed, or are done and `taken`."""
@@ -280,7 +299,7 @@ class Session:
             self.settle()
 
     def _drain(self) -> None:
-        for lane in self.workers.values():
+        for lane in (*self.workers.values(), self.inline):
             lane.drain()
         self.check()
 
@@ -335,24 +354,14 @@ class Session:
         self.arrive = lambda unit: None  # it leads to the run, whose lanes' threads may outlive it
         for lane in self.workers.values():
             lane.close(max(0.0, until_s - time.monotonic()))
+        self.inline.close()
         self.walk = None
         self.script.clear()
         self.frontier.clear()
         self.room.close(keep_state)
 
     def _act(self, op: Op) -> None:
-        ACTIONS[op.verb](self.room, op)
-
-    def _poison(self, seed: int, lane: int) -> Callable[[Op], None]:
-        delay = jitter(0.002, seed * 31 + lane)
-
-        def before(op: Op) -> None:
-            delay()
-            for place in op.writes:
-                if ("#" in place or place.endswith("@spare")) and place not in op.reads:
-                    native.fill_nan_(self.room.buffer(place))
-
-        return before
+        self._actions[op.verb](self.room, op)
 
 
 def _told(phases: tuple[Phase, ...]) -> Iterator[Told]:

@@ -18,10 +18,12 @@ def traced(lanes: Mapping[str, InlineLane | WorkerLane]) -> Iterator[list[Span]]
     """The spans of all lanes, in the list that is handed out, once the block has ended; seconds of `perf_counter`."""
     spans: list[Span] = []
     for lane in lanes.values():
+        lane.clock.catch_up()
         lane.clock.trace = []
     try:
         yield spans
     finally:
         for lane in lanes.values():
+            lane.clock.catch_up()
             found, lane.clock.trace = lane.clock.trace, None
             spans += [Span(op.lane, label(op), start_s, end_s) for op, start_s, end_s in found or ()]
