@@ -52,14 +52,55 @@ int select_isa(const char *name) {
   return 1;
 }
 
-constexpr int64_t kTile =
-    32768; // elements: under a megabyte of state, so a thread that ends late is soon caught up with
+constexpr int64_t kTile = 32768; // elements: some ten microseconds, so no thread waits longer for the last one
 
-static bool update_tile(void *arg, int64_t index) {
-  const UpdateArgs &args = *static_cast<const UpdateArgs *>(arg);
+// The tiles that a thread still has to do, one after the other.  A thread walks its own stretch of the arrays: where
+// neighbouring tiles went to different threads, each began on lines that the other's processor had fetched ahead.
+struct alignas(64) Strand {
+  std::atomic<uint64_t> rest{0}; // the first in the high half, behind the last in the low half
+
+  static uint64_t range(uint64_t begin, uint64_t end) { return begin << 32 | end; }
+
+  // Takes tiles from the front, or (`half`) the later half; false where there are none.
+  bool take(bool half, uint64_t &begin, uint64_t &end) {
+    uint64_t now = rest.load(std::memory_order_relaxed);
+    for (;;) {
+      const uint64_t first = now >> 32, last = now & 0xffffffffu;
+      if (first >= last) return false;
+      begin = half ? first + (last - first) / 2 : first;
+      end = half ? last : first + 1;
+      if (rest.compare_exchange_weak(now, half ? range(first, begin) : range(end, last), std::memory_order_relaxed))
+        return true;
+    }
+  }
+};
+
+struct Tiles {
+  const UpdateArgs &args;
+  int num_strands;
+  Strand strands[kMaxThreads] = {};
+};
+
+static void update_strand(const UpdateArgs &args, Strand &own) {
+  uint64_t tile, next;
+  while (own.take(false, tile, next)) {
+    const int64_t begin = int64_t(tile) * kTile, end = begin + kTile;
+    kernels().update(args, begin, end < args.count ? end : args.count);
+  }
+}
+
+// Part `index` of an update: a strand of tiles, then halves of what others have left.
+static bool update_part(void *arg, int64_t index) {
+  Tiles &tiles = *static_cast<Tiles *>(arg);
   PlainFloats plain;
-  int64_t begin = index * kTile, end = begin + kTile;
-  kernels().update(args, begin, end < args.count ? end : args.count);
+  update_strand(tiles.args, tiles.strands[index]);
+  for (int i = 1; i < tiles.num_strands; ++i) {
+    uint64_t begin, end;
+    while (tiles.strands[(index + i) % tiles.num_strands].take(true, begin, end)) {
+      tiles.strands[index].rest.store(Strand::range(begin, end), std::memory_order_relaxed);
+      update_strand(tiles.args, tiles.strands[index]);
+    }
+  }
   return true;
 }
 
@@ -76,18 +117,24 @@ void set_keys(UpdateArgs &args, uint64_t seed, int64_t step) {
   args.keys[2] = uint32_t(mixed(a + 0x9e3779b97f4a7c15u));
 }
 
+constexpr int64_t kWatchNs = 100000; // longer than Python takes from one part to the next
+
 void update(const UpdateArgs &args, int num_threads) {
   // Never destroyed: threads that sleep at the end of the process must not be waited for.
-  static Pool *team = new (std::nothrow) Pool;
-  int64_t num_tiles = (args.count + kTile - 1) / kTile;
+  static Pool *team = new (std::nothrow) Pool(kWatchNs);
+  const int64_t num_tiles = (args.count + kTile - 1) / kTile;
   if (num_threads > num_tiles) num_threads = int(num_tiles);
-  Job job{update_tile, const_cast<UpdateArgs *>(&args), num_tiles, num_threads};
-  if (team && num_threads > 1) {
+  if (!team || num_threads < 1) num_threads = 1;
+  Tiles tiles{args, num_threads};
+  for (int i = 0; i < num_threads; ++i)
+    tiles.strands[i].rest =
+        Strand::range(uint64_t(num_tiles * i / num_threads), uint64_t(num_tiles * (i + 1) / num_threads));
+  Job job{update_part, &tiles, num_threads, num_threads};
+  if (num_threads > 1) {
     team->grow(num_threads - 1);
     team->run(job, true);
   } else {
-    for (int64_t i = 0; i < num_tiles; ++i)
-      update_tile(job.arg, i);
+    update_part(&tiles, 0);
   }
 }
 

@@ -1,5 +1,7 @@
 #include "pool.h"
 #include <pthread.h>
+#include <sched.h>
+#include <chrono>
 #include <csignal>
 #include <unistd.h>
 
@@ -76,21 +78,40 @@ void Pool::finish(Job &job, bool ok) {
     unlink(job);
   }
   // A job at its limit of threads was passed over; now it may have a part for a sleeping thread, or be done.
-  if (job.next < job.num_parts)
+  if (job.next < job.num_parts) {
+    ++calls_;
     wake_.notify_one();
-  else if (job.running == 0)
+  } else if (job.running == 0) {
+    job.ended = 1;
     job.done.notify_all();
+  }
+}
+
+// Lets the mutex go until `value` changes, for watch_ns_ at most.
+void Pool::watch(std::unique_lock<std::mutex> &lock, const std::atomic<uint32_t> &value) {
+  if (watch_ns_ == 0) return;
+  const uint32_t before = value;
+  lock.unlock();
+  const auto end = std::chrono::steady_clock::now() + std::chrono::nanoseconds(watch_ns_);
+  while (value == before && std::chrono::steady_clock::now() < end)
+    sched_yield();
+  lock.lock();
 }
 
 void Pool::work() {
   std::unique_lock<std::mutex> lock(mutex_);
-  while (!stop_) {
+  for (bool watched = false; !stop_;) {
     int64_t index = 0;
     Job *job = claim(index);
     if (!job) {
-      wake_.wait(lock);
+      if (watched)
+        wake_.wait(lock);
+      else
+        watch(lock, calls_);
+      watched = !watched;
       continue;
     }
+    watched = false;
     lock.unlock();
     bool ok = job->part(job->arg, index);
     lock.lock();
@@ -109,6 +130,7 @@ bool Pool::run(Job &job, bool help) {
   std::unique_lock<std::mutex> lock(mutex_);
   job.after = head_;
   head_ = &job;
+  ++calls_;
   wake_.notify_all();
   int64_t index = 0;
   while (help && take(job, index)) {
@@ -118,6 +140,7 @@ bool Pool::run(Job &job, bool help) {
     finish(job, ok);
   }
   if (job.next >= job.num_parts) unlink(job);
+  if (job.running > 0) watch(lock, job.ended);
   while (job.running > 0 || job.next < job.num_parts)
     job.done.wait(lock);
   return true;

@@ -3,7 +3,10 @@
 // Why not OpenMP: torch has loaded its own libgomp long before this library, so the wait policy cannot be set any more
 // and the team of every calling thread spins after each region; and libgomp ends the process when a thread cannot be
 // created. Here a waiting thread sleeps in the kernel, and a thread that cannot be created only makes the team smaller.
+// To be woken costs some 50 us, so a team whose calls follow one another may look on for a while before it sleeps, and
+// gives its core to whoever wants it meanwhile.
 #pragma once
+#include <atomic>
 #include <condition_variable>
 #include <cstdint>
 #include <mutex>
@@ -23,12 +26,14 @@ struct Job {
   int64_t next = 0;
   int running = 0;
   Job *after = nullptr;
+  std::atomic<uint32_t> ended{0};
   std::condition_variable done = {};
 };
 
 class Pool {
 public:
-  ~Pool(); // joins the threads; no call may be in run() any more
+  explicit Pool(int64_t watch_ns = 0) : watch_ns_(watch_ns) {} // how long a thread without work looks on
+  ~Pool();                                                     // joins the threads; no call may be in run() any more
   // Starts threads until there are `num_threads`; returns how many there are (fewer when the system refuses one).
   int grow(int num_threads);
   // Returns when every part handed out has ended: nothing goes on behind the caller's back.  With `help` the caller
@@ -42,7 +47,10 @@ private:
   bool take(Job &job, int64_t &index);
   void finish(Job &job, bool ok);
   void unlink(Job &job);
+  void watch(std::unique_lock<std::mutex> &lock, const std::atomic<uint32_t> &value);
 
+  const int64_t watch_ns_;
+  std::atomic<uint32_t> calls_{0}; // grows whenever there may be something to do
   std::mutex mutex_;
   std::condition_variable wake_;
   Job *head_ = nullptr;
