@@ -44,15 +44,18 @@ def norms_of(family: str) -> list[float]:
     return plain_run(tiny(family), STEPS, micro_rows=2, max_grad_norm=0).norms
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+COMMITS = ("hold", "shadow")
+
+
+@pytest.mark.parametrize(("family", "commit"), [("llama", "hold"), ("qwen3", "hold"), ("qwen3", "shadow")])
 @pytest.mark.parametrize("which", ["off", "never", "always", "sometimes"])
-def test_limits(family: str, which: str, swap: Path) -> None:
+def test_limits(family: str, commit: str, which: str, swap: Path) -> None:
     """`sometimes` lies in the middle of the norms that are met."""
     limit = {"off": 0.0, "never": 1e6, "always": 1e-2, "sometimes": sorted(norms_of(family))[2]}[which]
     wanted = plain_run(tiny(family), STEPS, micro_rows=2, max_grad_norm=limit)
     clipped = []
     found = Outcome()
-    with offloaded(swap, limit, family) as run:
+    with offloaded(swap, limit, family, commit=commit) as run:
         for batch in STEPS:
             found.losses.append(float(run.step(batch)))
             found.norms.append(run.report.grad_norm)
@@ -112,13 +115,14 @@ def everything(run: offloadz.Run) -> list[dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan], ids=str)
+@pytest.mark.parametrize("commit", COMMITS)
 @pytest.mark.parametrize("where", ["disk", "host"])
-def test_one_bad_element_skips_the_whole_step(value: float, where: str, swap: Path) -> None:
+def test_one_bad_element_skips_the_whole_step(value: float, where: str, commit: str, swap: Path) -> None:
     """Each block in turn, between good steps; what follows has the bits of a run that never saw those steps."""
     with offloaded(swap, **dict.fromkeys(KINDS, "host")) as run:
         wanted = train(run, STEPS)
     found = Outcome()
-    with offloaded(swap, **dict.fromkeys(KINDS, where)) as run:
+    with offloaded(swap, **dict.fromkeys(KINDS, where), commit=commit) as run:
         for index, batch in enumerate(STEPS):
             if 0 < index <= len(PLACES):
                 before, counts = everything(run), dict(run.session.steps)
@@ -153,9 +157,10 @@ class Spoiling(torch.autograd.Function):
         return grad
 
 
+@pytest.mark.parametrize("commit", COMMITS)
 @pytest.mark.parametrize("path", ["model.embed_tokens", "model.norm"])
-def test_a_bad_gradient_of_a_table_or_a_norm(path: str, swap: Path) -> None:
-    with offloaded(swap) as run:
+def test_a_bad_gradient_of_a_table_or_a_norm(path: str, commit: str, swap: Path) -> None:
+    with offloaded(swap, commit=commit) as run:
         run.step(STEPS[0])
         before = everything(run)
         hook = run.model.get_submodule(path).register_forward_hook(lambda m, a, out: Spoiling.apply(out))
@@ -168,9 +173,10 @@ def test_a_bad_gradient_of_a_table_or_a_norm(path: str, swap: Path) -> None:
         assert not run.report.skipped
 
 
-def test_a_bad_loss_skips_the_step(swap: Path) -> None:
+@pytest.mark.parametrize("commit", COMMITS)
+def test_a_bad_loss_skips_the_step(commit: str, swap: Path) -> None:
     """Also with the gradients finite: a caller's loss may be NaN where its derivative is not."""
-    with offloaded(swap) as run:
+    with offloaded(swap, commit=commit) as run:
         run.step(STEPS[0])
         before = everything(run)
         run.step(STEPS[1], loss_fn=lambda m, b: m(**b).loss + math.nan)
