@@ -17,9 +17,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from offloadz.plan.ops import Op, Program
+from offloadz.plan.ops import Program
 from offloadz.plan.placement import Placement, accumulates
 from offloadz.plan.spec import ITEM_BYTES, ModelSpec
+from offloadz.plan.updates import HOPS, NORM, Upkeep
 
 
 @dataclass(frozen=True)
@@ -62,9 +63,6 @@ class Updates:
     """Updates by themselves (a flush)."""
 
 
-NORM = "norm@live"
-"""The global norm of a step: decided once all gradients are home, read by every update."""
-
 Phase = Forward | Backward | Finish | Updates
 
 
@@ -82,12 +80,10 @@ def build(
     open fp32 sum.  `unended`: an earlier step was decided, and the end of its updates (`Placement.ending`) is to come.
     Places are values on tiers; run `passes.compiled` on the result.
     """
-    script = Script(spec, placement, list(pending), dict.fromkeys(summed, "sum"), unended=unended or bool(pending))
+    script = Script(spec, placement, list(pending), unended or bool(pending), grads=dict.fromkeys(summed, "sum"))
     for phase in phases:
         if isinstance(phase, Forward):
             for turn in phase.turns:
-                script.updates(spec.seats[turn.seat].units)
-                script.depart()
                 script.forward(turn)
             script.depart()
         elif isinstance(phase, Backward):
@@ -104,77 +100,39 @@ def build(
     return Program(tuple(script.ops))
 
 
-HOPS = {
-    ("disk", "host"): ("disk_read", "load"),
-    ("host", "disk"): ("disk_write", "store"),
-    ("host", "compute"): ("h2d", "fetch"),
-    ("device", "compute"): ("h2d", "fetch"),
-    ("device", "host"): ("d2h", "lower"),
-    ("host", "device"): ("h2d", "raise"),
-    ("compute", "host"): ("d2h", "save"),
-    ("compute", "device"): ("d2h", "save"),
-}
-"""Lane and verb of each step of a route."""
-
-
 @dataclass
-class Script:
-    """The ops so far, and what is known about updates and gradients at this point of the order."""
+class Script(Upkeep):
+    """The ops so far, and what is known about gradients and inputs at this point of the order."""
 
-    spec: ModelSpec
-    placement: Placement
-    pending: list[int]
-    grads: dict[int, str]
+    grads: dict[int, str] = field(default_factory=dict)
     """Per unit: `sum` while terms may still come, `done` once rounded."""
-    ops: list[Op] = field(default_factory=list)
-    phase: str = "forward"
-    arrived: list[int] = field(default_factory=list)
-    """Units whose gradient has just been rounded, to be updated at once."""
-    unended: bool = False
-    """Whether behind the last of `pending` the step they belong to is ended."""
     leaving: list[tuple[Turn, int, int]] = field(default_factory=list)
     """Inputs (turn, unit, micro-batch) that were computed from and are still live."""
 
-    def emit(self, lane: str, verb: str, **fields: object) -> None:
-        self.ops.append(Op(lane, verb, self.phase, **fields))  # type: ignore[arg-type]
-
-    def carry(self, kind: str, route: tuple[str, ...], unit: int, nbytes: int, part: int = -1) -> tuple[str, ...]:
-        """Bring a stored value along a route; returns the places to read it from."""
-        name = f"{kind}{unit}" if part < 0 else f"{kind}{unit}.{part}"
-        places = self.home(kind, unit, route[0], part)
-        return self.along(route, kind, name, places, unit=unit, part=part, nbytes=nbytes)
-
-    def along(
-        self, route: tuple[str, ...], kind: str, name: str, places: tuple[str, ...], **fields: int
-    ) -> tuple[str, ...]:
-        """An op per step of a route, for the value `name` that stands at `places`; returns where it then is."""
-        for tier, onward in pairwise(route):
-            lane, verb = HOPS[tier, onward]
-            target = (f"{name}@{onward}",)
-            self.emit(lane, f"{verb}.{kind}", reads=places, writes=target, **fields)
-            places = target
-        return places
-
-    def home(self, kind: str, unit: int, tier: str, part: int = -1) -> tuple[str, ...]:
-        """Places of a value at rest: one per part, so that an update of one part holds up nobody else."""
-        stored = {"p": "w", "h": "g"}.get(kind, kind)
-        owner = self.spec.units[unit]
-        every = owner.trained_parts if stored in "gs" else range(len(owner.parts))
-        return tuple(f"{stored}{unit}.{k}@{tier}" for k in ([part] if part >= 0 else every))
-
     def weights(self, unit: int) -> tuple[str, ...]:
-        return self.carry("w", self.placement.weight_route, unit, self.spec.units[unit].weight_bytes)
+        """Bring a unit's weights to where a block computes, from the slot they were updated in or from home."""
+        route, nbytes = self.placement.weight_route, self.spec.units[unit].weight_bytes
+        if held := self.updated.pop(unit, ()):
+            return self.along(route[1:], "w", f"w{unit}", held, unit=unit, nbytes=nbytes)
+        return self.carry("w", route, unit, nbytes)
 
     def forward(self, turn: Turn) -> None:
-        """A turn forward: a table is looked up at home, other weights are brought; inputs of graded turns are saved."""
+        """A turn forward, behind the updates it needs: a table is looked up at home, other weights are brought.
+
+        Inputs of graded turns are saved.
+        """
         self.phase = "forward"
         seat = self.spec.seats[turn.seat]
         if seat.kind == "table":
+            self.updates(seat.units)
+            self.depart()
             tier = self.placement.parameters
             places = tuple(p for u in seat.units for p in self.home("w", u, tier))
             self.emit("device", "forward", reads=places, seat=turn.seat, call=turn.call)
             return
         for unit in seat.units:
+            self.updates((unit,), in_slot=self.placement.parameters == "disk")
+            self.depart()
             places = self.weights(unit)
             for micro in range(turn.micros):
                 saves = turn.graded and seat.kind != "head"
@@ -230,7 +188,8 @@ class Script:
                 saved = self.kept(turn, unit, micro) if seat.kind != "head" else ()
                 self.apply()
                 self.compute("backward", turn, unit, micro, (*places, *saved, *slope), slope)
-            self.close_gradient(unit, unit not in more and unit not in self.spec.table_units)
+            held = (f"w{unit}@host",) if self.placement.parameters == "disk" else ()
+            self.close_gradient(unit, unit not in more and unit not in self.spec.table_units, held)
 
     def open_gradient(self, unit: int) -> tuple[str, ...]:
         """A gradient slot that holds zeros or the sum so far."""
@@ -248,8 +207,11 @@ class Script:
             self.emit("h2d", "zero.g", writes=slope, unit=unit, nbytes=nbytes)
         return slope
 
-    def close_gradient(self, unit: int, last: bool) -> None:
-        """Send a gradient home: rounded once and measured if `last`, else as the fp32 sum it is."""
+    def close_gradient(self, unit: int, last: bool, held: tuple[str, ...] = ()) -> None:
+        """Send a gradient home: rounded once and measured if `last`, else as the fp32 sum it is.
+
+        `held`: the host slot that has the unit's weights.
+        """
         if not self.spec.units[unit].trainable:
             return
         if not last and not accumulates(self.spec, self.placement, unit):
@@ -266,7 +228,7 @@ class Script:
             self.emit(lane, verb, reads=places, writes=target, unit=unit, nbytes=self.grad_bytes(unit, last))
             places = target
         self.grads[unit] = "done" if last else "sum"
-        self.arrived += [unit] * (last and self.placement.commit != "hold")
+        self.arrived += [(unit, held)] * (last and self.placement.commit != "hold")
         if self.placement.slots == 1:
             self.apply()  # the one slot of gradients is needed again
 
@@ -298,75 +260,3 @@ class Script:
         if self.placement.commit == "in_place":
             return tuple(p for u in self.grads for p in self.home("w", u, self.placement.parameters))
         return tuple(p for u in self.grads for p in self.home("g", u, self.placement.gradients))
-
-    def apply(self) -> None:
-        """Update what has arrived (nothing, where gradients are held)."""
-        phase, self.phase = self.phase, "arrival"
-        for unit in self.arrived:
-            self.arrival(unit)
-        self.arrived.clear()
-        self.phase = phase
-
-    def arrival(self, unit: int) -> None:
-        """Update a unit in place or, with shadow, into its spare; of weights in memory that is a whole second home."""
-        owner, routes = self.spec.units[unit], self.placement
-        spare = routes.commit == "shadow"
-        slot = (f"g{unit}@host",) if not spare or routes.gradients == "disk" else ()
-        for part, cut in enumerate(owner.parts):
-            if part in owner.trained_parts:
-                self.update(unit, part, slot, spare=spare)
-            elif spare and routes.parameters != "disk":
-                how = ("cpu", "copy") if len(routes.part_route) == 1 else ("d2h", "lower")
-                self.copied("p", self.home("p", unit, routes.parameters, part), unit, part, cut.weight_bytes, how)
-
-    def updates(self, units: tuple[int, ...]) -> None:
-        """The updates of `units` that are due; behind a step's last, its end (it follows all stores by its lane)."""
-        phase, self.phase = self.phase, "update"
-        for unit in units:
-            if unit in self.pending:
-                self.pending.remove(unit)
-                for part in self.spec.units[unit].trained_parts:
-                    self.update(unit, part, known=(NORM,))
-        if self.unended and not self.pending:
-            self.unended = False
-            if self.placement.ending:
-                self.emit("disk_write", self.placement.ending)
-        self.phase = phase
-
-    def update(
-        self, unit: int, part: int, slot: tuple[str, ...] = (), known: tuple[str, ...] = (), spare: bool = False
-    ) -> None:
-        """Read a part's state, weights and gradient; update; write state and weights back, or to the spare.
-
-        `slot`: where the whole unit's gradient lies, if it need not be brought.  `known`: what is waited for besides.
-        """
-        owner, routes = self.spec.units[unit].parts[part], self.placement
-        state_route = routes.state_route if owner.state_bytes else ("host",)  # nothing to bring: sgd without momentum
-        moved = (("s", state_route, owner.state_bytes), ("p", routes.part_route, owner.weight_bytes))
-        brought = [self.carry(kind, route, unit, nbytes, part) for kind, route, nbytes in moved]
-        if spare:
-            brought = [
-                self.copied(kind, places, unit, part, nbytes) if len(route) == 1 and nbytes else places
-                for (kind, route, nbytes), places in zip(moved, brought, strict=True)
-            ]
-        both = tuple(place for places in brought for place in places)
-        grad = slot or self.carry("h", routes.grad_part_route, unit, owner.weight_bytes, part)
-        verb = "update.g" if slot else "update"
-        self.emit(
-            "cpu", verb, reads=(*grad, *both, *known), writes=both, unit=unit, part=part, nbytes=owner.num_elements
-        )
-        for (kind, route, nbytes), places in zip(moved, brought, strict=True):
-            if len(route) > 1:
-                lane, verb = HOPS[route[1], route[0]]
-                verb = "spare" if spare and route[0] == "disk" else verb
-                target = self.home(kind, unit, {"disk": "next"}.get(route[0], "spare") if spare else route[0], part)
-                self.emit(lane, f"{verb}.{kind}", reads=places, writes=target, unit=unit, part=part, nbytes=nbytes)
-
-    def copied(
-        self, kind: str, places: tuple[str, ...], unit: int, part: int, nbytes: int,
-        how: tuple[str, str] = ("cpu", "copy"),
-    ) -> tuple[str, ...]:  # fmt: skip
-        """Copy a part in memory to its spare, by a lane and verb of that memory; returns the place there."""
-        target = (f"{places[0].partition('@')[0]}@spare",)
-        self.emit(how[0], f"{how[1]}.{kind}", reads=places, writes=target, unit=unit, part=part, nbytes=nbytes)
-        return target

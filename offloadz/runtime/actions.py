@@ -41,7 +41,7 @@ def load_h(room: Room, op: Op) -> None:
 
 def store_part(room: Room, op: Op) -> None:
     """A part's state or weights, from a host slot to disk."""
-    extent, slot = room.extents[op.writes[0]], room.slots[op.reads[0]]
+    extent, slot = room.extents[op.writes[0]], room.part_at(op.unit, op.part, op.reads[0])
     room.drive.write(extent, slot[: aligned(extent.nbytes)])
 
 
@@ -52,9 +52,10 @@ def store_spare(room: Room, op: Op) -> None:
     room.drive.write(extent, slot[: aligned(extent.nbytes)])
 
 
-def copy_spare(room: Room, op: Op) -> None:
-    """A part's state or weights in memory, from its home to its spare."""
-    native.copy_(room.buffer(op.writes[0]), room.buffer(op.reads[0]))
+def copy_part(room: Room, op: Op) -> None:
+    """A part's state or weights within memory."""
+    source = room.part_at(op.unit, op.part, op.reads[0])
+    native.copy_(room.buffer(op.writes[0])[: source.nbytes], source)
 
 
 def load_g(room: Room, op: Op) -> None:
@@ -160,25 +161,15 @@ def input_bytes(room: Room, op: Op) -> int:
 
 
 def update(room: Room, op: Op) -> None:
-    """One optimizer step over a part whose gradient was brought by itself, or lies at home."""
+    """One optimizer step over a part, parameter by parameter; one without a gradient is left as it is."""
     grad, held, stored = op.reads[:3]  # behind them maybe the norm: by now it is in the settings
-    part = room.spec.units[op.unit].parts[op.part]
-    apply(room, op, typed(room.buffer(grad), 0, part.num_elements, DTYPES[part.dtype]), held, stored)
-
-
-def update_arrived(room: Room, op: Op) -> None:
-    """One optimizer step over a part of the unit whose gradient has just come into a host slot."""
-    grad, held, stored = op.reads
-    dtype = DTYPES[room.spec.units[op.unit].parts[op.part].dtype]
-    apply(room, op, room.grad_part(op.unit, op.part, grad, dtype), held, stored)
-
-
-def apply(room: Room, op: Op, slope: Tensor, held: str, stored: str) -> None:
-    """Parameter by parameter; one without a gradient is left as it is.  State lies at `held`, weights at `stored`."""
     unit = room.spec.units[op.unit]
     part = unit.parts[op.part]
+    slope, weight = (
+        typed(room.part_at(op.unit, op.part, place), 0, part.num_elements, DTYPES[part.dtype])
+        for place in (grad, stored)
+    )
     state = room.state(op.unit, op.part, held)
-    weight = typed(room.buffer(stored), 0, part.num_elements, DTYPES[part.dtype])
     for span in spans(unit, part):
         at, kept = span.part_slice, state.of(span)
         for settings in room.due.get(span.member.name, ()):
@@ -214,8 +205,8 @@ ACTIONS: dict[str, Callable[[Room, Op], None]] = {
     "store.p": store_part,
     "spare.s": store_spare,
     "spare.p": store_spare,
-    "copy.s": copy_spare,
-    "copy.p": copy_spare,
+    "copy.s": copy_part,
+    "copy.p": copy_part,
     "store.g": store_g,
     "store.g.sum": store_g_sum,
     "store.x": store_x,
@@ -228,6 +219,6 @@ ACTIONS: dict[str, Callable[[Room, Op], None]] = {
     "update": update,
     "flip": flip,
     "turn": turn,
-    "update.g": update_arrived,
+    "update.g": update,
 }
 """Every verb of a worker lane."""

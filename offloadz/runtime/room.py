@@ -36,6 +36,9 @@ ROLES = {
 }
 """Per kind of stored value: area and role on disk, and its name in a placement."""
 
+WHOLE = ("w", "g")
+"""Kinds of slots that hold a whole unit; others hold a part of one."""
+
 
 Sizes = dict[Any, int]
 """Name of a slot, or (kind, unit), to bytes."""
@@ -191,6 +194,11 @@ class Room:
         kind, (unit, part) = name[0], map(int, name[1:].split("."))
         whole = self.spares[kind, unit] if tier == "spare" else self.home(kind, unit)
         return self.part_bytes(kind, unit, part, whole)
+
+    def part_at(self, unit: int, part: int, place: str) -> Tensor:
+        """Bytes of a part where a place holds it, alone or within its whole unit (`host.w#1`, `host.g#0`)."""
+        held, kind = self.buffer(place), place.partition(".")[2][:1]
+        return self.part_bytes(kind, unit, part, held) if "#" in place and kind in WHOLE else held
 
     def home(self, kind: str, unit: int) -> Tensor:
         """The bytes of a unit's value that stays in memory; none where nothing is kept (sgd without momentum)."""

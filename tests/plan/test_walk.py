@@ -21,7 +21,7 @@ from programs import Meaning, meaning, one_pass, small_spec, step_program, table
 from offloadz.plan.ops import LANES, Op, Program
 from offloadz.plan.passes import compiled
 from offloadz.plan.placement import Placement
-from offloadz.plan.steps import Finish, Updates, build
+from offloadz.plan.steps import Finish, build
 from offloadz.plan.walk import Frontier, VirtualLane, Walk, simulate
 from offloadz.runtime.lanes import InlineLane, WorkerLane
 
@@ -117,7 +117,7 @@ def test_a_walk_given_up_anywhere_still_finishes_its_updates(seed: int, share: f
             walk.compute()
         walk.finish("update")
         drain(lanes)
-    wanted = meaning(build(SPEC, placement, (Updates(),), trained_units(SPEC)))
+    wanted = meaning(build(SPEC, placement, phases[:1], trained_units(SPEC)))
     for kind in "ws":
         homes = {p: v for p, v in wanted.at_rest().items() if p[0] == kind and p.endswith(f"@{where}")}
         assert homes and {p: found.at_rest().get(p) for p in homes} == homes

@@ -1,0 +1,181 @@
+"""The part of a step that updates: what an update reads and writes, in which order, and by which lanes it travels.
+
+A script (`steps.py`) says which units are updated when; here is what that means for a unit under a placement: in place
+or beside what is valid, from its home or in the slot a block computes from.  The trade-off: weights on disk that are
+updated under the forward keep their host slot from the update to the computation, one block earlier than they would
+be fetched, and are read once instead of twice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from offloadz.plan.ops import Op
+from offloadz.plan.placement import Placement
+from offloadz.plan.spec import ModelSpec
+
+NORM = "norm@live"
+"""The global norm of a step: decided once all gradients are home, read by every update."""
+
+HOPS = {
+    ("disk", "host"): ("disk_read", "load"),
+    ("host", "disk"): ("disk_write", "store"),
+    ("host", "compute"): ("h2d", "fetch"),
+    ("device", "compute"): ("h2d", "fetch"),
+    ("device", "host"): ("d2h", "lower"),
+    ("host", "device"): ("h2d", "raise"),
+    ("compute", "host"): ("d2h", "save"),
+    ("compute", "device"): ("d2h", "save"),
+}
+"""Lane and verb of each step of a route."""
+
+
+@dataclass
+class Upkeep:
+    """The ops so far, and what is known about updates at this point of the order."""
+
+    spec: ModelSpec
+    placement: Placement
+    pending: list[int]
+    """Units whose update is due."""
+    unended: bool = False
+    """Whether behind the last of `pending` the step they belong to is ended."""
+    ops: list[Op] = field(default_factory=list)
+    phase: str = "forward"
+    arrived: list[tuple[int, tuple[str, ...]]] = field(default_factory=list)
+    """Units whose gradient has just been rounded, to be updated at once, and the host slot of their weights, if any."""
+    updated: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    """Host slots of weights that were updated in them and that a block can compute from."""
+
+    def emit(self, lane: str, verb: str, **fields: object) -> None:
+        self.ops.append(Op(lane, verb, self.phase, **fields))  # type: ignore[arg-type]
+
+    def carry(self, kind: str, route: tuple[str, ...], unit: int, nbytes: int, part: int = -1) -> tuple[str, ...]:
+        """Bring a stored value along a route; returns the places to read it from."""
+        name = f"{kind}{unit}" if part < 0 else f"{kind}{unit}.{part}"
+        places = self.home(kind, unit, route[0], part)
+        return self.along(route, kind, name, places, unit=unit, part=part, nbytes=nbytes)
+
+    def along(
+        self, route: tuple[str, ...], kind: str, name: str, places: tuple[str, ...], **fields: int
+    ) -> tuple[str, ...]:
+        """An op per step of a route, for the value `name` that stands at `places`; returns where it then is."""
+        for tier, onward in pairwise(route):
+            lane, verb = HOPS[tier, onward]
+            target = (f"{name}@{onward}",)
+            self.emit(lane, f"{verb}.{kind}", reads=places, writes=target, **fields)
+            places = target
+        return places
+
+    def home(self, kind: str, unit: int, tier: str, part: int = -1) -> tuple[str, ...]:
+        """Places of a value at rest: one per part, so that an update of one part holds up nobody else."""
+        stored = {"p": "w", "h": "g"}.get(kind, kind)
+        owner = self.spec.units[unit]
+        every = owner.trained_parts if stored in "gs" else range(len(owner.parts))
+        return tuple(f"{stored}{unit}.{k}@{tier}" for k in ([part] if part >= 0 else every))
+
+    def apply(self) -> None:
+        """Update what has arrived (nothing, where gradients are held)."""
+        phase, self.phase = self.phase, "arrival"
+        for unit, held in self.arrived:
+            self.arrival(unit, held)
+        self.arrived.clear()
+        self.phase = phase
+
+    def arrival(self, unit: int, held: tuple[str, ...]) -> None:
+        """Update a unit in place or, with shadow, into its spare; of weights in memory that is a whole second home.
+
+        `held`: the host slot that has its weights; copied from there, which is soon free again, and not read again.
+        """
+        owner, routes = self.spec.units[unit], self.placement
+        spare = routes.commit == "shadow"
+        slot = (f"g{unit}@host",) if not spare or routes.gradients == "disk" else ()
+        for part, cut in enumerate(owner.parts):
+            if part in owner.trained_parts:
+                copy = held and self.copied("p", held, f"p{unit}.{part}@host", unit, part, cut.weight_bytes)
+                self.update(unit, part, slot, spare=spare, weights=copy)
+            elif spare and routes.parameters != "disk":
+                how = ("cpu", "copy") if len(routes.part_route) == 1 else ("d2h", "lower")
+                home = self.home("p", unit, routes.parameters, part)
+                self.copied("p", home, f"w{unit}.{part}@spare", unit, part, cut.weight_bytes, how)
+
+    def updates(self, units: tuple[int, ...], in_slot: bool = False) -> None:
+        """The updates of `units` that are due; behind a step's last, its end (it follows all stores by its lane).
+
+        `in_slot`: in the host slot from which the weights are computed with next, so that they are read once.
+        """
+        phase, self.phase = self.phase, "update"
+        for unit in units:
+            if unit in self.pending:
+                self.pending.remove(unit)
+                self.due(unit, in_slot)
+        if self.unended and not self.pending:
+            self.unended = False
+            if self.placement.ending:
+                self.emit("disk_write", self.placement.ending)
+        self.phase = phase
+
+    def due(self, unit: int, in_slot: bool) -> None:
+        """The updates of a unit, which are due."""
+        owner = self.spec.units[unit]
+        whole = self.carry("w", ("disk", "host"), unit, owner.weight_bytes) if in_slot else ()
+        for part in owner.trained_parts:
+            self.update(unit, part, known=(NORM,), weights=whole)
+        if whole:  # behind all updates: a store of a part reads the slot that the next part's update writes
+            for part in owner.trained_parts:
+                self.put_back("p", whole, self.placement.part_route, unit, part, owner.parts[part].weight_bytes)
+            self.updated[unit] = whole
+
+    def update(
+        self,
+        unit: int,
+        part: int,
+        slot: tuple[str, ...] = (),
+        known: tuple[str, ...] = (),
+        weights: tuple[str, ...] = (),
+        spare: bool = False,
+    ) -> None:
+        """Read a part's state, weights and gradient; update; write state and weights back, or to the spare.
+
+        `slot`: where the whole unit's gradient lies, if it need not be brought, and `weights` likewise (those of a
+        whole unit are put back by the caller).  `known`: what is waited for besides.
+        """
+        owner, routes = self.spec.units[unit].parts[part], self.placement
+        state_route = routes.state_route if owner.state_bytes else ("host",)  # nothing to bring: sgd without momentum
+        moved = (("s", state_route, owner.state_bytes), ("p", routes.part_route, owner.weight_bytes))
+        brought = []
+        for kind, route, nbytes in moved:
+            places = weights if kind == "p" and weights else self.carry(kind, route, unit, nbytes, part)
+            if spare and len(route) == 1 and nbytes:
+                name = self.home(kind, unit, "spare", part)[0]
+                places = self.copied(kind, places, name, unit, part, nbytes)
+            brought.append(places)
+        both = tuple(place for places in brought for place in places)
+        grad = slot or self.carry("h", routes.grad_part_route, unit, owner.weight_bytes, part)
+        verb = "update.g" if slot else "update"
+        self.emit(
+            "cpu", verb, reads=(*grad, *both, *known), writes=both, unit=unit, part=part, nbytes=owner.num_elements
+        )
+        for (kind, route, nbytes), places in zip(moved, brought, strict=True):
+            if len(route) > 1 and places != (f"w{unit}@host",):
+                self.put_back(kind, places, route, unit, part, nbytes, spare)
+
+    def copied(
+        self, kind: str, places: tuple[str, ...], target: str, unit: int, part: int, nbytes: int,
+        how: tuple[str, str] = ("cpu", "copy"),
+    ) -> tuple[str, ...]:  # fmt: skip
+        """Copy a part within memory, by a lane and verb of that memory; returns the place it then is at."""
+        lane, verb = how
+        self.emit(lane, f"{verb}.{kind}", reads=places, writes=(target,), unit=unit, part=part, nbytes=nbytes)
+        return (target,)
+
+    def put_back(
+        self, kind: str, places: tuple[str, ...], route: tuple[str, ...], unit: int, part: int, nbytes: int,
+        spare: bool = False,
+    ) -> None:  # fmt: skip
+        """Send an updated part home, or beside what is valid there."""
+        lane, verb = HOPS[route[1], route[0]]
+        verb = "spare" if spare and route[0] == "disk" else verb
+        target = self.home(kind, unit, {"disk": "next"}.get(route[0], "spare") if spare else route[0], part)
+        self.emit(lane, f"{verb}.{kind}", reads=places, writes=target, unit=unit, part=part, nbytes=nbytes)
