@@ -2,7 +2,8 @@
 
     python docs/make_pictures.py
 
-`timeline.svg` is a simulated step, span by span, of a small model on a made-up machine; `memory.svg` is what the plan
+`timeline.svg` is a simulated step, span by span, of a small model on a made-up machine, `gpu.svg` one of blocks of a
+13B on a GPU of the catalogue; `memory.svg` is what the plan
 says of four placements of one model; `recipes.svg` the bytes of an update by recipe; `tiers.svg` and `disk.svg` are
 drawn by hand, `copies.svg` by the code that chooses copies.  Plain SVG, no library.
 """
@@ -15,9 +16,10 @@ from pathlib import Path
 
 from offloadz.memory.copies import Copies
 from offloadz.memory.tier import Extent
+from offloadz.plan.catalogue import read_machine
 from offloadz.plan.footprint import Batch, footprint
 from offloadz.plan.headers import spec_from_formula
-from offloadz.plan.machine import Machine
+from offloadz.plan.machine import Machine, probe_machine
 from offloadz.plan.placement import Placement
 from offloadz.plan.predict import Prediction, predict
 from offloadz.plan.recipes import STATES, Recipe
@@ -130,6 +132,19 @@ def timeline_picture() -> str:
         parts += [box(x, 392, 14, 14, colour), text(x + 20, 404, name, 12)]
         x += 60 + 7 * len(name)
     return picture(900, 420, parts)
+
+
+def gpu_picture() -> str:
+    """A steady step of eight blocks of a 13B on the catalogue's RTX 4090, everything in host memory."""
+    box_ = read_machine("rtx4090", probe_machine()).computing("bfloat16", "eager")
+    placement = Placement(slots=2, unified=False, compute="bfloat16", storage="bfloat16")
+    found = predict(spec_of(5120, 13824, 8, 40, 8000), placement, Batch(16, 1024, 4), box_)
+    title = f"simulated: eight blocks of a 13B, 16,384 tokens: {found.step_s:.1f} s a step on an RTX 4090"
+    parts, x = timeline_rows(found, 22, title, 780 / found.timeline.length_s), 90
+    for name, colour in COLOURS.items():
+        parts += [box(x, 152, 14, 14, colour), text(x + 20, 164, name, 12)]
+        x += 60 + 7 * len(name)
+    return picture(900, 180, parts)
 
 
 # ---- the memory plan ---------------------------------------------------------------------------------------------
@@ -296,6 +311,6 @@ def _copies_row(y: int, title: str, live: int, kept: int, written: int = -1) -> 
 if __name__ == "__main__":
     PICTURES.mkdir(exist_ok=True)
     drawn = {"timeline": timeline_picture(), "memory": memory_picture(), "tiers": tiers_picture()}
-    drawn |= {"disk": disk_picture(), "recipes": recipe_picture(), "copies": copies_picture()}
+    drawn |= {"gpu": gpu_picture(), "disk": disk_picture(), "recipes": recipe_picture(), "copies": copies_picture()}
     for name, svg in drawn.items():
         (PICTURES / f"{name}.svg").write_text(svg, encoding="utf-8")

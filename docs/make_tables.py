@@ -146,7 +146,7 @@ def refusals() -> list[str]:
         found.append(f"`{key}`: {what} {reason}; write {instead}")
     more = {
         "model.attention": 'anything but `"auto"`, `"eager"` and `"sdpa"`',
-        "offload.device": 'a GPU (`"cuda:0"`): the compute device is the CPU',
+        "offload.device": "a device that torch does not find on this machine",
     }
     return found + [f"`{key}`: {what}" for key, what in more.items()]
 

@@ -87,16 +87,17 @@ def _memory() -> Iterator[Finding]:
 def _gpus() -> Iterator[Finding]:
     import torch
 
-    num_gpus = torch.cuda.device_count()
-    if not num_gpus:
+    from offloadz.runtime.devices import facts_of
+
+    here = torch.accelerator.current_accelerator(check_available=True)
+    if here is None:
         yield Finding(GOOD, "GPU", "none; the compute device is the CPU")
-    for number in range(num_gpus):
-        facts = torch.cuda.get_device_properties(number)
-        peers = [
-            other for other in range(num_gpus) if other != number and torch.cuda.can_device_access_peer(number, other)
-        ]
-        text = f"{facts.name}, {_size(facts.total_memory)}, direct transfer to " + (str(peers) if peers else "no other")
-        yield Finding(NOTE, f"GPU {number}", text + "; training on a GPU is not built yet, the CPU is used")
+        return
+    for number in range(torch.accelerator.device_count()):
+        facts = facts_of(torch.device(here.type, number))
+        text = f"{facts.gpu}, {_size(facts.free_bytes)} of {_size(facts.total_bytes)} free"
+        text += "" if facts.bfloat16 else "; it emulates bfloat16, so blocks are widened to float32 on it"
+        yield Finding(GOOD, f"GPU {number}", f'{text}; a run computes there with offload.device = "{facts.name}"')
 
 
 def _swap_path(path: Path, io: str) -> Iterator[Finding]:

@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from offloadz.plan.errors import ConfigError, DoesNotFit
+from offloadz.plan.machine import DeviceFacts
 
 app = typer.Typer(
     name="offloadz",
@@ -77,6 +78,17 @@ def verb(work: Callable[..., int]) -> Callable[..., None]:
     return app.command()(run)
 
 
+def _device_here(told: str) -> DeviceFacts | None:
+    """What a plan is told of `offload.device`; torch is only asked where there can be an answer."""
+    from offloadz.plan.found import worth_asking
+
+    if not worth_asking(told):
+        return None
+    from offloadz.runtime.devices import facts_named
+
+    return facts_named(told)
+
+
 @verb
 def train(config: ConfigFile, overrides: Overrides = None) -> int:
     """Train; goes on by itself where a checkpoint of the same run lies."""
@@ -99,7 +111,7 @@ def plan(
     """Say what a run would need and take, before it starts; loads no weights."""
     from offloadz.plan.command import plan_command
 
-    return int(plan_command(config, overrides or [], machine or None, set_ or [], as_json))
+    return int(plan_command(config, overrides or [], machine or None, set_ or [], as_json, _device_here))
 
 
 @verb
@@ -111,7 +123,7 @@ def show(
     """Print the program of a step and its simulated timeline."""
     from offloadz.plan.command import show_command
 
-    return int(show_command(config, overrides or [], trace))
+    return int(show_command(config, overrides or [], trace, _device_here))
 
 
 @verb

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 GPU_FOLDER = "gpu"
-if not any(GPU_FOLDER in Path(argument).parts for argument in sys.argv):
+if not (any(GPU_FOLDER in Path(argument).parts for argument in sys.argv) or "PYTEST_XDIST_WORKER" in os.environ):
     # Tests of the CPU compare with the CPU's bits; those of a GPU are asked for by name, `pytest tests/gpu`.
     os.environ.update(dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"), ""))
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # runs that tests start: they share the machine, and products are tiny

@@ -9,6 +9,7 @@ so notes need the prefix `x-`.
 
 import dataclasses
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -157,10 +158,9 @@ def _not_built(config: Config, table: Iterable[NotBuilt]) -> Iterable[_Problem]:
             yield (key,), f"{shown(value)} {reason}; write {instead}"
     if config.model.attention not in ("auto", "eager", "sdpa"):
         yield ("model.attention",), f'{shown(config.model.attention)} {_LATER}; write "auto", "eager" or "sdpa"'
-    if config.offload.device.startswith("cuda"):
-        yield ("offload.device",), f'{shown(config.offload.device)} {_LATER}; write "auto" or "cpu"'
-    elif config.offload.device not in ("auto", "cpu"):
-        yield ("offload.device",), f'found {shown(config.offload.device)}, needs "auto" or "cpu"'
+    if not re.fullmatch(r"auto|cpu|[a-z]+:\d+", config.offload.device):
+        text = f'found {shown(config.offload.device)}, needs "auto", "cpu" or a device with its number such as "cuda:0"'
+        yield ("offload.device",), text
 
 
 def _contradictions(config: Config) -> Iterable[_Problem]:

@@ -129,7 +129,7 @@ class OptimizerConfig:
 class OffloadConfig:
     """Where bytes live and how they move; `auto` and 0 leave it to the plan."""
 
-    device: str = _key("auto", "text", "auto | cuda:0 | cpu", free=True)
+    device: str = _key("auto", "text", "what computes: cpu | cuda:0 | auto (a GPU if there is one)", free=True)
     parameters: str = _key("auto", "text", "tier of the parameters", choices=_TIERS, free=True)
     gradients: str = _key("auto", "text", "tier of the gradients", choices=_TIERS, free=True)
     optimizer: str = _key("auto", "text", "tier of the optimizer state", choices=_TIERS, free=True)

@@ -83,8 +83,8 @@ def _look(stage: Stage, model: nn.Module) -> None:
     probe = _Masks(max(i for i, seat in enumerate(seats) if seat.kind == "block"))
     stage.probe = probe
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=()):
-            model(**inputs)
+        with torch.no_grad(), stage.undrawn():
+            model(**stage.device.bring(inputs))
     except Seen:
         pass
     except (TypeError, ValueError) as error:

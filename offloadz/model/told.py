@@ -1,8 +1,8 @@
 """What is told of a run's state besides its tensors: names, counters, groups, random states, buffers.
 
 Both forms of a checkpoint (`state.py`, `flips.py`) and every flip say the same, so one resume reads all of them.  The
-trade-off: random states are Python's, numpy's and torch's CPU generators and nobody else's; a generator of the model's
-own starts anew at a resume.
+trade-off: random states are Python's, numpy's and torch's default generators and nobody else's; a generator of the
+model's own starts anew at a resume.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from offloadz.model.export import RunStock
 from offloadz.model.files import FileRecord, StreamWriter
 from offloadz.plan.errors import ConfigError
+from offloadz.runtime.devices import device_generators
 
 
 def static_of(stock: RunStock) -> dict[str, Any]:
@@ -58,12 +59,14 @@ def restore(run: Any, told: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def random_states() -> dict[str, Any]:
-    """The states of Python's, numpy's and torch's CPU generators, as plain values and tensors."""
-    return {
+    """The states of Python's, numpy's and torch's generators, as plain values and tensors."""
+    states = {
         "python": random.getstate(),
         "numpy": numpy.random.get_state(legacy=True),
         "torch": torch.get_rng_state(),
     }
+    found = [generator.get_state() for generator in device_generators()]
+    return states | ({"device": found} if found else {})
 
 
 def set_random_states(states: Mapping[str, Any]) -> None:
@@ -71,6 +74,8 @@ def set_random_states(states: Mapping[str, Any]) -> None:
     random.setstate(states["python"])
     numpy.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])
+    for generator, state in zip(device_generators(), states.get("device", ()), strict=False):  # as many as are here
+        generator.set_state(state)
 
 
 def groups_of(run: Any) -> list[dict[str, Any]]:

@@ -1,8 +1,8 @@
 """`offloadz plan` and `offloadz show`: what a run would need and do, for people and for scripts.
 
-Both answer without importing torch and without reading a tensor.  What is printed is what `search.decide` said and
-nothing is computed here.  The trade-off: rates are typical ones where no machine file names others, and times are
-marked so; bytes are exact for storage and a formula for computation.
+Both answer without reading a tensor, and without importing torch where no driver shows a GPU.  What is printed is what
+`search.decide` said and nothing is computed here.  The trade-off: rates are typical ones where no machine file names
+others, and times are marked so; bytes are exact for storage and a formula for computation.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offloadz.plan.footprint import PHASES, TIERS
+from offloadz.plan.found import Find
 from offloadz.plan.machine import rates_told
 from offloadz.plan.predict import predict
 from offloadz.plan.search import Plan, human
@@ -34,9 +35,13 @@ def plan_command(
     machine_name: str | None = None,
     sets: Sequence[str] = (),
     as_json: bool = False,
+    find: Find = lambda told: None,
 ) -> int:
-    """Print the plan of a configuration; 0 where it fits, 3 where it does not.  Raises ConfigError (exit status 2)."""
-    asked = question(_config(config_path, overrides), machine_name, sets)
+    """Print the plan of a configuration; 0 where it fits, 3 where it does not.  Raises ConfigError (exit status 2).
+
+    `find`: see `wishes.question`.
+    """
+    asked = question(_config(config_path, overrides), machine_name, sets, find)
     plan = asked.answer()
     if as_json:
         print(json.dumps(plan.to_json(), indent=2))
@@ -47,10 +52,15 @@ def plan_command(
     return 0 if plan.fits else 3
 
 
-def show_command(config_path: str | Path, overrides: Sequence[str] = (), trace: str | Path | None = None) -> int:
+def show_command(
+    config_path: str | Path,
+    overrides: Sequence[str] = (),
+    trace: str | Path | None = None,
+    find: Find = lambda told: None,
+) -> int:
     """Print the program of a steady step and its simulated timeline; with `trace`, the whole program and a file."""
     config = _config(config_path, overrides)
-    asked = question(config)
+    asked = question(config, find=find)
     plan = asked.answer()
     found = predict(asked.spec, plan.placement, plan.batch, asked.machine)
     lines = found.program.text().splitlines()

@@ -31,8 +31,9 @@ from offloadz.plan.catalogue import (
 )
 from offloadz.plan.errors import ConfigError
 from offloadz.plan.footprint import reading, score_copies
+from offloadz.plan.found import Find, with_found
 from offloadz.plan.headers import find_directory, model_spec, read_config
-from offloadz.plan.machine import Drive, Machine, probe_machine
+from offloadz.plan.machine import DeviceFacts, Drive, Machine, compute_dtype, probe_machine
 from offloadz.plan.positions import positions_note
 from offloadz.plan.recipes import recipe_of
 from offloadz.plan.rooms import apart, drive_of, room_at, rooms_of, shared_lines
@@ -67,8 +68,12 @@ class Question:
         return decide(self.spec, self.machine, self.wishes)
 
 
-def question(config: Config, machine_name: str | None = None, sets: Sequence[str] = ()) -> Question:
+def question(
+    config: Config, machine_name: str | None = None, sets: Sequence[str] = (), find: Find = lambda told: None
+) -> Question:
     """Model, machine and wishes of a configuration; `sets` are `key=value` over this machine's facts.
+
+    `find`: what says of this box which device `offload.device` means; the host, where it is left out.
 
     Raises ConfigError for what is wrong or not built.
     """
@@ -83,10 +88,11 @@ def question(config: Config, machine_name: str | None = None, sets: Sequence[str
     note = positions_note(spec, read_config(directory), config.data.max_length, "data.max_length")
     wishes = wishes_of(config, read_config(directory))
     wishes = replace(wishes, reading_bytes=_reading_bytes(config, directory), random=model.init == "random")
-    machine = asked_machine(config, machine_name)
+    facts = None if machine_name else find(config.offload.device)
+    machine = asked_machine(config, machine_name, facts)
     wishes = _on_its_drive(machine, wishes, imagined=bool(machine_name))
     machine, wishes = _changed(machine, wishes, sets, len(config.offload.swap))
-    compute = "float32" if machine.unified else spec.dtype
+    compute = compute_dtype(facts, spec.dtype) if facts or machine.unified else spec.dtype
     machine = machine.computing(compute, "eager" if model.kernels == "auto" else model.kernels)
     notes = [note] if machine_name else [note, _gpu_note(machine), *_swap_notes(config)]
     return Question(spec, machine, replace(wishes, compute=compute), tuple(filter(None, notes)))
@@ -107,7 +113,10 @@ def _gpu_note(machine: Machine) -> str:
     """What a machine file about this box says and a run does not use."""
     if not machine.gpu or not machine.unified:
         return ""
-    return f"{machine.name} has a GPU ({machine.gpu}); a run computes on the CPU, as running on a GPU is not built yet"
+    return (
+        f"{machine.name} has a GPU ({machine.gpu}); this run computes on the CPU: offload.device says so, or torch"
+        " finds none"
+    )
 
 
 def _reading_bytes(config: Config, directory: Path) -> int:
@@ -118,26 +127,25 @@ def _reading_bytes(config: Config, directory: Path) -> int:
     return reading(tokenizer_bytes, sum(os.path.getsize(path) for path in records))
 
 
-def asked_machine(config: Config, name: str | None = None) -> Machine:
+def asked_machine(config: Config, name: str | None = None, facts: DeviceFacts | None = None) -> Machine:
     """The box a plan is for: `name` (a file or catalogue name) as it stands; else this one.
 
-    A file of `offload.machine` says what is known of this one, so it lowers its memory and cores and never raises them;
-    a GPU computes in plans for another box alone, and not with `offload.device = "cpu"`.
+    A file of `offload.machine` says what is known of this one, so it lowers its memory and cores and never raises them.
+    `facts`: the device that was found here and computes; that of another box does, unless `offload.device = "cpu"`.
     """
-    if config.offload.device not in ("auto", "cpu"):
-        raise ConfigError(f"offload.device = {config.offload.device!r} is not built yet; needed: auto or cpu")
     box, told = probe_machine(), config.offload.machine
     swap = apart(config.offload.swap)
     drives = max(1, len({drive_of(path) for path in swap}))
     box = replace(box, rates={lane: r * (drives if lane in LANES.values() else 1) for lane, r in box.rates.items()})
     if name:
-        return read_machine(name, box, swap, gpu=config.offload.device == "auto")
+        return read_machine(name, box, swap, gpu=config.offload.device != "cpu")
     if told == "auto":
-        return box
-    found = read_machine(told, box, swap, gpu=False)
+        return with_found(box, facts)
+    found = read_machine(told, box, swap, gpu=facts is not None)
     if found.host_bytes > box.host_bytes:
-        found = replace(found, host_bytes=box.host_bytes, device_bytes=box.host_bytes, host_source=box.host_source)
-    return replace(found, cores=min(found.cores, box.cores))
+        device_bytes = box.host_bytes if found.unified else found.device_bytes
+        found = replace(found, host_bytes=box.host_bytes, device_bytes=device_bytes, host_source=box.host_source)
+    return with_found(replace(found, cores=min(found.cores, box.cores)), facts)
 
 
 def _on_its_drive(machine: Machine, wishes: Wishes, imagined: bool) -> Wishes:

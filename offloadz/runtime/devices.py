@@ -37,6 +37,9 @@ STREAMED = ("h2d", "d2h")
 POISON_S = 0.002
 """Longest random delay before a transfer under `debug.poison`."""
 
+POLL_S = 5e-5
+"""How long a thread sleeps between two looks at an event."""
+
 Harm = tuple[Callable[[float], None], Callable[[Tensor], None]]
 """How a lane's poison waits (seconds) and spoils a slot."""
 
@@ -142,6 +145,24 @@ class Cpu:
         return time.sleep, native.fill_nan_
 
 
+class TorchMark:
+    """An event of torch's, asked until it has passed: waiting for one takes a whole core (`blocking` is accepted by
+    `torch.Event` and, as its documentation says, does nothing), and threads of the update want the cores."""
+
+    def __init__(self, event: torch.Event) -> None:
+        self.event = event
+
+    def synchronize(self) -> None:
+        while not self.event.query():
+            time.sleep(POLL_S)
+
+    def query(self) -> bool:
+        return bool(self.event.query())
+
+    def elapsed_time(self, later: TorchMark) -> float:
+        return float(self.event.elapsed_time(later.event))
+
+
 class TorchStream:
     """A stream of torch's; without one, whichever is current in the calling thread."""
 
@@ -158,13 +179,13 @@ class TorchStream:
     def run(self, work: Callable[[], None]) -> None:
         work()
 
-    def wait(self, mark: torch.Event) -> None:
-        self._now().wait_event(mark)
+    def wait(self, mark: TorchMark) -> None:
+        self._now().wait_event(mark.event)
 
-    def mark(self) -> torch.Event:
-        event = torch.Event(self._device, enable_timing=True, blocking=True)
+    def mark(self) -> TorchMark:
+        event = torch.Event(self._device, enable_timing=True)
         event.record(self._now())
-        return event
+        return TorchMark(event)
 
     def close(self) -> None:
         """Streams are torch's, and go with the last reference."""
@@ -184,10 +205,14 @@ class Accelerator(Cpu):
         self._locked: dict[int, int] = {}
         """Addresses of locked memory, with their bytes."""
         self._refused = False
+        torch.accelerator.synchronize(device)
 
     def empty(self, nbytes: int) -> Tensor:
+        """Memory from torch's allocator, which no other stream is still using.  Raises DoesNotFit with what is free."""
         try:
-            return torch.empty(nbytes, dtype=torch.uint8, device=self.torch)
+            made = torch.empty(nbytes, dtype=torch.uint8, device=self.torch)
+            torch.accelerator.synchronize(self.torch)
+            return made
         except torch.OutOfMemoryError as error:
             free, total = torch.accelerator.get_memory_info(self.torch)
             raise DoesNotFit(
@@ -292,6 +317,13 @@ def facts_of(device: torch.device) -> DeviceFacts:
     return DeviceFacts(str(device), module.get_device_name(device), int(free), int(total), bool(bf16))
 
 
+def device_generators() -> tuple[torch.Generator, ...]:
+    """The default generators of all accelerators here, once any of them is in use."""
+    if not torch.accelerator.is_available() or not torch.get_device_module().is_initialized():
+        return ()
+    return tuple(torch.get_device_module().default_generators)
+
+
 def device_named(told: Any) -> Device:
     """The device of `offload.device`: "auto" takes the current accelerator if there is one, else the CPU.
 
@@ -301,16 +333,28 @@ def device_named(told: Any) -> Device:
         if hasattr(told, "compute_lane"):
             return told  # type: ignore[no-any-return]
         raise ConfigError(f'device = {told!r}; needed: "auto", "cpu", or a device of torch such as "cuda:0"')
+    chosen = _chosen(told)
+    return Cpu() if chosen is None else Accelerator(chosen)
+
+
+def facts_named(told: str) -> DeviceFacts | None:
+    """What the plan is told of `offload.device`; None where the host computes.  Raises as `device_named` does."""
+    chosen = _chosen(told)
+    return None if chosen is None else facts_of(chosen)
+
+
+def _chosen(told: str | torch.device) -> torch.device | None:
+    """The accelerator that is meant; None for the CPU."""
     here = torch.accelerator.current_accelerator(check_available=True)
     if str(told) == "cpu" or (told == "auto" and here is None):
-        return Cpu()
+        return None
     count = torch.accelerator.device_count() if here is not None else 0
     wanted = _parsed(here if told == "auto" else told)
     if here is None or wanted is None or wanted.type != here.type or (wanted.index or 0) >= count:
         found = ", ".join(f"{here.type}:{i}" for i in range(count)) if here is not None else "no accelerator"
         raise ConfigError(f'offload.device = "{told}": torch finds {found} here; needed: auto, cpu, or one of these')
     index = torch.accelerator.current_device_index() if wanted.index is None else wanted.index
-    return Accelerator(torch.device(wanted.type, index))
+    return torch.device(wanted.type, index)
 
 
 def _parsed(told: str | torch.device | None) -> torch.device | None:

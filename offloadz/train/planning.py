@@ -22,6 +22,7 @@ from offloadz.plan.positions import positions_note
 from offloadz.plan.search import Plan, human
 from offloadz.plan.vocabulary import table_rows
 from offloadz.plan.wishes import question
+from offloadz.runtime.devices import facts_named
 from offloadz.runtime.threads import MAX_THREADS, update_threads
 from offloadz.train.batches import Loader
 from offloadz.train.data import Dataset, load_both, marked_pieces
@@ -132,7 +133,7 @@ def _prompts(config: Config, template: ChatTemplate | None, vocab_size: int) -> 
 
 def decided(config: Config, prompts: Prompts | None, say: Callable[[str], None]) -> Plan:
     """The plan of a configuration on this box; DoesNotFit names the smallest change that would fit."""
-    asked = question(config)
+    asked = question(config, find=facts_named)
     notes = list(asked.notes)
     if prompts is not None:
         told, facts = "train.sample_prompts with train.sample_tokens", read_config(find_directory(config.model.path))

@@ -62,7 +62,6 @@ def test_contradictions_are_refused(base: Path, overrides: list[str], words: str
         "model.attention=flash_attention_2",
         "model.kernels=compile",
         "model.kernels=liger",
-        "offload.device=cuda:0",
         "offload.zero_stage=1",
         "offload.zero_stage=3",
     ],

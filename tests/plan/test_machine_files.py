@@ -298,12 +298,12 @@ def test_each_swap_path_has_a_drive(config: Path, tmp_path: Path) -> None:
     assert mixed.drive is not None and mixed.drive.name == f"{one} + {two} + {two}"
 
 
-def test_a_gpu_computes_in_plans_for_another_box_alone(config: Path) -> None:
+def test_a_gpu_computes_where_it_is_found_or_imagined(config: Path) -> None:
     there, here = asked(config, machine="rtx4090"), asked(config, "offload.machine=rtx4090")
     assert there.wishes.compute == "bfloat16" and not there.answer().placement.unified and not there.notes
     assert here.wishes.compute == "float32" and here.answer().placement.unified
     assert here.notes == (
-        "rtx4090 has a GPU (rtx4090); a run computes on the CPU, as running on a GPU is not built yet",
+        "rtx4090 has a GPU (rtx4090); this run computes on the CPU: offload.device says so, or torch finds none",
     )
     cpu = asked(config, "offload.device=cpu", machine="rtx4090")
     assert cpu.machine.unified and cpu.machine.rates["device"] == 1.2e12
