@@ -197,7 +197,8 @@ static inline void put_signed(uint8_t *at, Halves first, Halves second, Halves s
 }
 
 static inline Words signed_by(uint32_t value, Words bits) { // with the sign bit of the others
-  return (bits & 0x80000000u) | value;
+  const Words plus = Words{} + value, minus = plus | 0x80000000u;
+  return (Words)_mm256_blendv_ps((__m256)plus, (__m256)minus, (__m256)bits);
 }
 
 static inline Floats root_of(Floats value) {

@@ -20,8 +20,10 @@ int Pool::grow(int num_threads) {
     static_cast<Pool *>(self)->work();
     return nullptr;
   };
-  while (num_threads_ < num_threads && pthread_create(&threads_[num_threads_], nullptr, body, this) == 0)
+  while (num_threads_ < num_threads && pthread_create(&threads_[num_threads_], nullptr, body, this) == 0) {
     ++num_threads_;
+    kept_off_ = -1;
+  }
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
   return num_threads_;
 }
@@ -119,6 +121,18 @@ void Pool::work() {
   }
 }
 
+// Leaves the caller's core to him.  A thread woken there waits until he is done, be another core idle or not: on a
+// system that was busy just now, Linux does not look for one, and evens out only at the next tick.
+void Pool::keep_off(int core) {
+  if (core == kept_off_) return;
+  cpu_set_t cores;
+  if (core < 0 || sched_getaffinity(0, sizeof(cores), &cores) != 0 || CPU_COUNT(&cores) < 2) return;
+  CPU_CLR(core, &cores);
+  for (int i = 0; i < num_threads_; ++i)
+    pthread_setaffinity_np(threads_[i], sizeof(cores), &cores);
+  kept_off_ = core;
+}
+
 bool Pool::run(Job &job, bool help) {
   if (job.num_parts <= 0) return true;
   if (owner_ != getpid()) { // a fork, or a pool that never had a thread
@@ -128,6 +142,7 @@ bool Pool::run(Job &job, bool help) {
     return true;
   }
   std::unique_lock<std::mutex> lock(mutex_);
+  if (watch_ns_ > 0 && help) keep_off(sched_getcpu());
   job.after = head_;
   head_ = &job;
   ++calls_;

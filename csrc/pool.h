@@ -32,8 +32,9 @@ struct Job {
 
 class Pool {
 public:
-  explicit Pool(int64_t watch_ns = 0) : watch_ns_(watch_ns) {} // how long a thread without work looks on
-  ~Pool();                                                     // joins the threads; no call may be in run() any more
+  // With `watch_ns`, how long a thread without work looks on, the threads also leave the caller's core to him.
+  explicit Pool(int64_t watch_ns = 0) : watch_ns_(watch_ns) {}
+  ~Pool(); // joins the threads; no call may be in run() any more
   // Starts threads until there are `num_threads`; returns how many there are (fewer when the system refuses one).
   int grow(int num_threads);
   // Returns when every part handed out has ended: nothing goes on behind the caller's back.  With `help` the caller
@@ -48,8 +49,10 @@ private:
   void finish(Job &job, bool ok);
   void unlink(Job &job);
   void watch(std::unique_lock<std::mutex> &lock, const std::atomic<uint32_t> &value);
+  void keep_off(int core);
 
   const int64_t watch_ns_;
+  int kept_off_ = -1;              // the core that the threads leave to the caller
   std::atomic<uint32_t> calls_{0}; // grows whenever there may be something to do
   std::mutex mutex_;
   std::condition_variable wake_;

@@ -1,6 +1,8 @@
 """Threads of an update walk stretches of their own and take over what others have left: each tile is done just once."""
 
+import os
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -32,3 +34,13 @@ def test_updates_side_by_side_share_the_team():
     for call, weight in zip(calls, weights, strict=True):
         call.result()
         assert (weight == -steps).all()
+
+
+def test_the_team_leaves_the_callers_core_to_him():
+    allowed = os.sched_getaffinity(0)
+    if len(allowed) < 2:
+        pytest.skip("there is one core for all")
+    count_down(torch.zeros(4 * TILE), torch.ones(4 * TILE), 2, 1)
+    masks = [os.sched_getaffinity(int(task.name)) for task in Path("/proc/self/task").iterdir()]
+    assert any(mask < allowed and len(mask) == len(allowed) - 1 for mask in masks)
+    assert os.sched_getaffinity(0) == allowed
