@@ -3,7 +3,7 @@
 Everything stays in memory while it fits in nine tenths of what is available; then optimizer state goes to disk, then
 gradients, parameters, and saved inputs, in the order of bytes won per byte that moves in a step.  What a user fixed
 stays as it is.  The winner is simulated once for its time.  The trade-off: no candidate is simulated against another,
-so a faster placement that also fits may be missed.
+so a faster placement that also fits may be missed; only the way of committing is chosen by time (`commit.py`).
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ from typing import Any
 
 from offloadz.plan.change import TO_DISK, Asked, needed, smallest_change
 from offloadz.plan.change import human as human
-from offloadz.plan.copies import copies_reason, copy_choices, linked, num_kept
+from offloadz.plan.commit import chosen_commit
+from offloadz.plan.copies import copy_choices, linked, num_kept
 from offloadz.plan.errors import ConfigError
 from offloadz.plan.estimate import estimate
 from offloadz.plan.footprint import BASELINE_BYTES, Batch, Footprint, computation, footprint
 from offloadz.plan.machine import Machine
 from offloadz.plan.placement import KINDS, Placement
 from offloadz.plan.predict import Prediction, hiding_tokens
+from offloadz.plan.reasons import reasons
 from offloadz.plan.recipes import Recipe
 from offloadz.plan.spec import ModelSpec
 from offloadz.plan.wear import NO_WEAR, Wear, wear_of
@@ -110,6 +112,7 @@ class Plan:
     recipe_told: str = ""
     """The same in words, with the bytes a parameter."""
     machine: str = ""
+    commit_free: bool = False  # shadow was the plan's own choice: the run may go over to hold
 
     @property
     def commit(self) -> str:
@@ -148,10 +151,9 @@ class Plan:
     def to_json(self) -> dict[str, Any]:
         """The object that `offloadz plan --json` prints and `plan.json` holds."""
         same = (
-            "fits", "smallest_change", "shortage", "step_s", "tokens_per_s", "bottleneck", "busy_s", "taken_s",
-            "bytes", "peak",
-            "limits", "limit_source", "recipe", "slots", "sweeps", "micro_batch_size", "commit", "device", "threads",
-            "smallest_tokens_per_step", "rates_source", "machine",
+            "fits", "smallest_change", "shortage", "step_s", "tokens_per_s", "bottleneck", "busy_s", "taken_s", "bytes",
+            "peak", "limits", "limit_source", "recipe", "slots", "sweeps", "micro_batch_size", "commit", "device",
+            "threads", "smallest_tokens_per_step", "rates_source", "machine",
         )  # fmt: skip
         found = {key: getattr(self, key) for key in same}
         found["placement"] = {kind: getattr(self.placement, kind) for kind in KINDS}
@@ -176,18 +178,24 @@ def decide(spec: ModelSpec, machine: Machine, wishes: Wishes) -> Plan:
     Raises ConfigError for wishes that contradict each other.
     """
     _check(wishes)
+    plan = _planned(spec, machine, wishes)
+    if plan.fits:
+        return chosen_commit(plan, wishes, lambda wishes: _planned(spec, machine, wishes))
+
+    def fits(spec: ModelSpec, wishes: Wishes) -> bool:
+        return not _first_that_fits(spec, machine, wishes, _limits(machine, wishes))[1]
+
+    change = smallest_change(Asked(spec, wishes), plan.peak, fits)
+    share = MEMORY_SHARE if wishes.host_memory is None else 1.0
+    return replace(plan, smallest_change=change or needed(plan.peak, share))
+
+
+def _planned(spec: ModelSpec, machine: Machine, wishes: Wishes) -> Plan:
+    """The first that fits, with its time, or the one that lacks least."""
     limits = _limits(machine, wishes)
     chosen, shortage = _first_that_fits(spec, machine, wishes, limits)
     plan = _describe(chosen, machine, wishes, limits, shortage)
-    if shortage:
-
-        def fits(spec: ModelSpec, wishes: Wishes) -> bool:
-            return not _first_that_fits(spec, machine, wishes, _limits(machine, wishes))[1]
-
-        change = smallest_change(Asked(spec, wishes), chosen.footprint.peak, fits)
-        share = MEMORY_SHARE if wishes.host_memory is None else 1.0
-        return replace(plan, smallest_change=change or needed(chosen.footprint.peak, share))
-    return _timed(plan, spec, machine)
+    return plan if shortage else _timed(plan, spec, machine)
 
 
 def _timed(plan: Plan, spec: ModelSpec, machine: Machine) -> Plan:
@@ -365,35 +373,10 @@ def _describe(
         fits=not shortage,
         smallest_change="",
         shortage=shortage,
-        reasons=tuple(_reasons(chosen, wishes, limits)),
+        reasons=tuple(reasons(chosen.placement, chosen.batch, wishes, limits["host"] or 0)),
         rates_source=machine.rates_source,
         machine=machine.name,
         recipe=chosen.recipe.state,
         recipe_told=chosen.recipe.told(chosen.placement.storage),
         keep=num_kept(chosen.placement, wishes.keep),
     )
-
-
-def _reasons(chosen: _Candidate, wishes: Wishes, limits: dict[str, int | None]) -> Iterator[str]:
-    """Why each thing is as it is, one line each."""
-    for kind in KINDS:
-        tier = getattr(chosen.placement, kind)
-        why = "as configured" if getattr(wishes, kind) != "auto" else "memory has room"
-        if why == "memory has room" and tier == "disk":
-            why = f"it does not fit in the {human(limits['host'] or 0)} of memory with the kinds before it"
-        yield f"{kind} on {tier}: {why}"
-    if chosen.placement.state_on_disk or chosen.placement.ending:
-        yield copies_reason(chosen.placement, wishes.copies, wishes.linkable)
-    slots = "as configured" if wishes.slots else "double buffering" if chosen.placement.slots > 1 else "two do not fit"
-    yield f"slots {chosen.placement.slots}: {slots}"
-    tokens = chosen.batch.tokens_per_micro
-    micro = "as configured" if wishes.micro_batch_size else f"{tokens} tokens keep the computation within its share"
-    yield f"micro_batch_size {chosen.batch.micro_rows}: {micro}"
-    sweeps = (
-        "as configured"
-        if wishes.sweeps
-        else "weights move twice a step"
-        if chosen.batch.sweeps == 1
-        else "fewer do not fit"
-    )
-    yield f"sweeps {chosen.batch.sweeps}: {sweeps}"

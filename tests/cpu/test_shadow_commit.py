@@ -6,6 +6,7 @@ every placement as in `test_parity.py`.
 
 from __future__ import annotations
 
+import logging
 import random
 from itertools import product
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 from tiny_models import FAMILIES, Outcome, assert_same_bits, batches, tiny, train
 
 import offloadz
+from offloadz.model import arrivals
 
 STEPS = batches(4)
 KINDS = ("parameters", "gradients", "optimizer_state", "activations")
@@ -205,3 +207,33 @@ def test_whoever_looks_half_way_sees_the_step_before(where: str, swap: Path) -> 
             return Outcome(seen, [], train(run, []).weights)
 
     assert_same_bits(loop("shadow", where), loop("hold", "host"), where)
+
+
+def test_a_plan_s_own_choice_goes_over_to_hold_and_back(
+    swap: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Clipping fires in the first steps and not afterwards; the bits are those of hold, and each change is one line."""
+    monkeypatch.setattr(arrivals, "WINDOW", 8)
+    steps = STEPS * 4
+    commits = []
+
+    def loop(commit: str, free: bool) -> Outcome:
+        out = Outcome()
+        told = {"micro_batch_size": 2, "commit": commit} | dict.fromkeys(KINDS, "disk")
+        with offloadz.offload(tiny("llama"), offloadz.AdamW(lr=1e-3), swap=swap, **told) as run:
+            run._arrivals.free = free
+            for index, batch in enumerate(steps):
+                run.max_grad_norm = 1e-2 if index < 4 else 1e6
+                out.losses.append(float(run.step(batch)))
+                commits.append(run.session.placement.commit)
+            out.weights = train(run, []).weights
+        return out
+
+    with caplog.at_level(logging.WARNING, "offloadz"):
+        found = loop("shadow", True)
+    assert commits == ["shadow"] + ["hold"] * 10 + ["shadow"] * 5
+    lines = [record.getMessage() for record in caplog.records if "clipping fired" in record.getMessage()]
+    assert ["2 of the last 2 steps" in lines[0], "0 of the last 8 steps" in lines[1]] == [True, True] and len(
+        lines
+    ) == 2
+    assert_same_bits(found, loop("hold", False), "over to hold and back")

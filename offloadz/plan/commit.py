@@ -1,0 +1,38 @@
+"""Whether updates wait for the norm (hold) or come with their gradients (shadow), where that is left to the plan.
+
+Both are simulated on the placement that was found; shadow is taken where it is sooner and there is room for what it
+writes beside.  In place is never taken by itself.  The trade-off: a spare takes memory that other programs may want,
+and a clipped step is updated twice, so a gain below a twentieth, or one by rates that nobody measured, is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from offloadz.plan.machine import UNVERIFIED
+from offloadz.plan.placement import KINDS
+
+if TYPE_CHECKING:
+    from offloadz.plan.search import Plan, Wishes
+
+LEAST_GAIN = 0.05
+"""Share of a step that shadow has to win."""
+
+
+def chosen_commit(held: Plan, wishes: Wishes, decide: Callable[[Wishes], Plan]) -> Plan:
+    """The plan with hold that was found, or the same with shadow; `decide` plans what is asked for."""
+    if wishes.commit != "auto" or held.rates_source.startswith(UNVERIFIED):
+        return held
+    same: dict[str, Any] = {kind: getattr(held.placement, kind) for kind in KINDS}
+    same |= {"slots": held.slots, "sweeps": held.sweeps, "micro_batch_size": held.micro_batch_size}
+    beside = decide(replace(wishes, commit="shadow", **same))
+    gain = 1 - beside.step_s / held.step_s if beside.fits and held.step_s else 0.0
+    if gain < LEAST_GAIN or (beside.keep, beside.linked) != (held.keep, held.linked):
+        why = f"shadow would win {gain:.0%}" if beside.fits else f"no room for shadow: {beside.shortage}"
+        return replace(held, reasons=(*held.reasons, f"commit hold: {why}"))
+    copies = [reason for reason in beside.reasons if reason.startswith("state on disk")]
+    others = [reason for reason in held.reasons if not reason.startswith("state on disk")]
+    why = f"commit shadow: wins {gain:.0%} over hold, to which the run goes over while clipping fires often"
+    return replace(beside, commit_free=True, reasons=(*others, *copies, why))

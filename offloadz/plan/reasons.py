@@ -1,0 +1,35 @@
+"""Why a plan is as it is, in a line for each thing that was decided."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from offloadz.plan.change import human
+from offloadz.plan.copies import copies_reason
+from offloadz.plan.footprint import Batch
+from offloadz.plan.placement import KINDS, Placement
+
+if TYPE_CHECKING:
+    from offloadz.plan.search import Wishes
+
+
+def reasons(placement: Placement, batch: Batch, wishes: Wishes, host_limit: int) -> Iterator[str]:
+    """Why each thing is as it is, one line each."""
+    for kind in KINDS:
+        tier = getattr(placement, kind)
+        why = "as configured" if getattr(wishes, kind) != "auto" else "memory has room"
+        if why == "memory has room" and tier == "disk":
+            why = f"it does not fit in the {human(host_limit)} of memory with the kinds before it"
+        yield f"{kind} on {tier}: {why}"
+    if placement.state_on_disk or placement.ending:
+        yield copies_reason(placement, wishes.copies, wishes.linkable)
+    slots = "as configured" if wishes.slots else "double buffering" if placement.slots > 1 else "two do not fit"
+    yield f"slots {placement.slots}: {slots}"
+    tokens = batch.tokens_per_micro
+    micro = "as configured" if wishes.micro_batch_size else f"{tokens} tokens keep the computation within its share"
+    yield f"micro_batch_size {batch.micro_rows}: {micro}"
+    sweeps = (
+        "as configured" if wishes.sweeps else "weights move twice a step" if batch.sweeps == 1 else "fewer do not fit"
+    )
+    yield f"sweeps {batch.sweeps}: {sweeps}"
