@@ -18,6 +18,7 @@ from tiny_models import FAMILIES, Outcome, assert_same_bits, batches, tiny, trai
 
 import offloadz
 from offloadz.model import arrivals
+from offloadz.plan import spec as plan_spec
 
 STEPS = batches(4)
 KINDS = ("parameters", "gradients", "optimizer_state", "activations")
@@ -92,6 +93,17 @@ def test_updates_come_with_their_gradients_and_stay(placement: tuple[str, ...], 
         train(run, STEPS)
         phases = {op.phase for p in run.session._programs.values() for op in p.ops if op.verb.startswith("update")}
         assert phases == {"arrival"} and run.plan.commit == "shadow"
+
+
+@pytest.mark.parametrize("most", [0.0, 1e-2], ids=["not clipped", "clipped"])
+def test_units_of_several_parts(most: float, swap: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Updated in the slot they are computed from (hold), or copied from it (shadow), part by part."""
+    monkeypatch.setattr(plan_spec, "PART_ELEMENTS", 4096)
+    held = ran("llama", ("host",) * 4, "hold", swap, max_grad_norm=most)
+    for commit in ("hold", "shadow", *(["in_place"] if not most else [])):
+        for placement, slots in ((("disk",) * 4, 1), (("disk",) * 4, 2), (("disk", "host", "host", "host"), 3)):
+            found = ran("llama", placement, commit, swap, max_grad_norm=most, slots=slots, poison=True)
+            assert_same_bits(found, held, f"{commit} {placement} {slots}")
 
 
 def half_way(run: offloadz.Run, act: Any) -> Any:
