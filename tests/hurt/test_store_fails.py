@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 from shims import main, run_file, spoiled
 from test_linked import flipped, running, same, steps, tensors
 
@@ -14,7 +15,16 @@ from offloadz.plan.errors import DiskFailed, UpdateFailed
 
 def stored_on_a_failing_drive(directory: Path) -> dict[str, Any]:
     """A run with copies whose drive fails in the middle of the stores of a step."""
-    with running(directory / "swap", copies=3) as run:
+    return stored(directory)
+
+
+def stored_beside_on_a_failing_drive(directory: Path) -> dict[str, Any]:
+    """The same where the stores come before the step is decided."""
+    return stored(directory, commit="shadow")
+
+
+def stored(directory: Path, **how: Any) -> dict[str, Any]:
+    with running(directory / "swap", copies=3, **how) as run:
         steps(run, 1, 2)
         saved = run.save(directory / "saved")
         before, kept = flipped(run), tensors(saved)
@@ -28,8 +38,9 @@ def stored_on_a_failing_drive(directory: Path) -> dict[str, Any]:
         return {"said": said, "step": step, "whole": same(state, before[1]), "saved": same(tensors(saved), kept)}
 
 
-def test_a_store_that_fails_leaves_the_last_flip(tmp_path: Path) -> None:
-    found = run_file(__file__, "stored_on_a_failing_drive", tmp_path)
+@pytest.mark.parametrize("what", ["stored_on_a_failing_drive", "stored_beside_on_a_failing_drive"])
+def test_a_store_that_fails_leaves_the_last_flip(what: str, tmp_path: Path) -> None:
+    found = run_file(__file__, what, tmp_path)
     assert "Input/output error" in found["said"] and re.search(
         r"write of (optimizer|weights)/\S+ failed", found["said"]
     )
