@@ -70,7 +70,8 @@ MODELS = {
 def planned(model: dict[str, Any], memory_gib: int, copies: int = 0) -> Plan:
     """The plan for a model in bfloat16 on a machine without a GPU that has this much free memory and any disk."""
     machine = Machine("any", memory_gib * GIB, "the table", device_bytes=memory_gib * GIB, cores=8)
-    return decide(spec_of(model), machine, Wishes(ROWS, LENGTH, swap=True, keep=0, copies=copies, linkable=True))
+    asked = Wishes(ROWS, LENGTH, swap=True, keep=0, copies=copies, linkable=True, recompute="all")
+    return decide(spec_of(model), machine, asked)
 
 
 def spec_of(model: dict[str, Any]) -> ModelSpec:

@@ -139,6 +139,10 @@ class OffloadConfig:
     device_memory: str = _key("auto", "size", 'most bytes used there, such as "22GiB"', free=True)
     host_memory: str = _key("auto", "size", 'most bytes used there, such as "48GiB"', free=True)
     slots: int = _key(0, "int", "blocks in flight; 0: the plan decides", low=0, free=True)
+    recompute: str = _key(
+        "auto", "text", "blocks that run again in the backward; auto: as far as their graphs have no room",
+        choices=("auto", "all", "none"), free=True,
+    )  # fmt: skip
     sweeps: int = _key(0, "int", "passes over the blocks per step; 0: the plan decides", low=0)
     commit: str = _key(
         "auto", "text", "when updates become final", choices=("auto", "hold", "shadow", "in_place"), free=True

@@ -1,11 +1,12 @@
 """The stand-in of a block: the one seam with autograd.
 
-Forward: fetch the flat weights, run the block without a graph on each micro-batch, keep only its input.  Backward:
-fetch again, run with a graph, let autograd add the weight gradients into the flat gradient slot.  The block's class,
-its place in the model and the model's own `forward` stay, so masks and rotary tables made there go on working.
+Forward: fetch the flat weights and run the block on each micro-batch, either with its graph, which waits for the
+backward (`graphs.py`), or without one, and only the input is kept.  Backward: fetch again, run with a graph where none
+was kept, let autograd add the weight gradients into the flat gradient slot.  The block's class, its place in the model
+and the model's own `forward` stay, so masks and rotary tables made there go on working.
 
-The trade-off: every block runs forward twice (a third of the step's products), and in exchange only one block's graph
-exists at any time, for one micro-batch.
+The trade-off: a block that keeps no graph runs forward twice (a third more products), and in exchange only one such
+block's graph exists at any time, for one micro-batch.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import FunctionCtx
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from offloadz.model.axes import Axes, Probe, Seen, compared, one_more_row, shapes_of
 from offloadz.model.body import Body
+from offloadz.model.graphs import Graph, Saved, refuse_again
 from offloadz.model.recorded import aside, hand_on, recorded_now
 from offloadz.model.stage import Stage
 from offloadz.plan.errors import ConfigError
@@ -38,8 +40,12 @@ class Call:
         self.axes: Axes | None = None
         self.turn = Turn(-1, -1)
         self.out_spec: TreeSpec | None = None
+        self.wants_hidden = False
+        """Whether a gradient goes on to what made the hidden state."""
         self.recorded = recorded_now()
         """What transformers records inside the block during this call."""
+        self.begun = -1
+        """The step it belongs to; -1 once a backward has been through."""
 
     @property
     def hidden(self) -> Tensor:
@@ -85,6 +91,7 @@ class BlockSeat:
         if torch.is_grad_enabled():
             self._refuse(call)
         self._split(call)
+        call.wants_hidden = call.hidden.requires_grad
         if graded:
             stage.session.fit_saved(max(self._micro_bytes(call, micro) for micro in range(len(call.ranges))))
             outs = _BlockTurn.apply(stage.anchor, call.hidden, self, call)
@@ -148,24 +155,52 @@ class BlockSeat:
     def forward(self, call: Call, graded: bool) -> tuple[Any, ...]:
         """Run every micro-batch without a graph; returns the output leaves for all rows."""
         session = self.stage.session
-        call.turn = session.begin("forward", self.index, len(call.ranges), graded)
+        kept = graded and self.stage.keeps(self.index, call.hidden)
+        call.turn, call.begun = session.begin("forward", self.index, len(call.ranges), graded, kept=kept), session.begun
         outs: list[Any] = []
+        run = self._unfold if kept else self._run
         for micro in range(len(call.ranges)):
-            session.compute(lambda op, micro=micro: self._run(op, call, micro, graded, outs))  # type: ignore[misc]
+            session.compute(lambda op, micro=micro: run(op, call, micro, outs))  # type: ignore[misc]
+        if kept:
+            self.stage.learn(self.index, call.hidden, call.turn.call)
         if graded:
             call.release()
         return tuple(outs)
 
-    def _run(self, op: Op, call: Call, micro: int, graded: bool, outs: list[Any]) -> None:
-        hidden = call.cut(call.hidden, call.hidden_at, micro).contiguous()
+    def _run(self, op: Op, call: Call, micro: int, outs: list[Any]) -> None:
+        """A micro-batch without its graph; the input is kept where a backward will come."""
+        hidden = call.cut(call.hidden, call.hidden_at, micro).contiguous().detach()
         room = self.stage.session.room
-        if graded:
-            room.keep(call.turn.call, micro, hidden.detach())
+        if call.turn.graded:
+            room.keep(call.turn.call, micro, hidden)
         weights = self.body.views(room.weights(self.unit, op.reads[0]))
-        args, kwargs = call.inputs(micro, hidden.detach())
+        args, kwargs = call.inputs(micro, hidden)
         with torch.no_grad(), self.stage.seeded(call.turn.call, micro), self.body.lent(weights):
             leaves, call.out_spec = tree_flatten(call.run(self.body, args, kwargs))
         self._gather(call, micro, leaves, outs)
+
+    def _unfold(self, op: Op, call: Call, micro: int, outs: list[Any]) -> None:
+        """A micro-batch with its graph, which is kept for the backward."""
+        hidden = call.cut(call.hidden, call.hidden_at, micro).contiguous()
+        sections = self.stage.session.room.weights(self.unit, op.reads[0])
+        others = (x for i, x in enumerate(call.leaves) if i != call.hidden_at)
+        saved = Saved(self.name, sections, hidden, tuple(others))
+        with saved.hooks():
+            graph, leaves = self._graph(call, micro, hidden, saved)
+        self.stage.session.room.graphs[call.turn.call, micro] = graph
+        self._gather(call, micro, leaves, outs)
+
+    def _graph(self, call: Call, micro: int, hidden: Tensor, saved: Saved) -> tuple[Graph, list[Any]]:
+        """Run a micro-batch with a graph, over the weights of `saved`; returns it and the outputs without it."""
+        graph = Graph(
+            hidden.detach().requires_grad_(call.wants_hidden),
+            self.body.leaves(saved.sections, self.stage.touched),
+            saved,
+        )
+        args, kwargs = call.inputs(micro, graph.hidden)
+        with torch.enable_grad(), self.stage.seeded(call.turn.call, micro), self.body.lent(graph.leaves):
+            outs, call.out_spec = tree_flatten(call.run(self.body, args, kwargs))
+        return graph, graph.close(outs)
 
     def _gather(self, call: Call, micro: int, leaves: list[Any], outs: list[Any]) -> None:
         """Put a micro-batch's outputs among those of all rows."""
@@ -185,40 +220,39 @@ class BlockSeat:
             if axis is not None:
                 outs[index].narrow(axis, first, count).copy_(leaf)
 
-    def backward(self, call: Call, grads: tuple[Tensor | None, ...], wants_hidden: bool) -> Tensor | None:
-        """Recompute every micro-batch with a graph; adds weight gradients to the slot, returns the hidden state's."""
-        session = self.stage.session
-        turn = call.turn
-        session.begin("backward", self.index, turn.micros, True, turn.call)
+    def backward(self, call: Call, grads: tuple[Tensor | None, ...]) -> Tensor | None:
+        """Through every micro-batch's graph; adds weight gradients to the slot, returns the hidden state's."""
+        session, turn = self.stage.session, call.turn
+        refuse_again(self.name, session, call.begun)
+        call.begun = -1
+        session.begin("backward", self.index, turn.micros, True, turn.call, turn.kept)
         back: list[Tensor] = []
         for micro in range(len(call.ranges)):
-            session.compute(lambda op, micro=micro: self._rerun(op, call, micro, grads, wants_hidden, back))  # type: ignore[misc]
+            session.compute(lambda op, micro=micro: self._rerun(op, call, micro, grads, back))  # type: ignore[misc]
         return back[0] if back else None
 
-    def _rerun(
-        self, op: Op, call: Call, micro: int, grads: tuple[Tensor | None, ...], wants_hidden: bool, back: list[Tensor]
-    ) -> None:
-        room, stage = self.stage.session.room, self.stage
-        slopes = room.slopes(self.unit, op.reads[-1]) if self.trainable else []
-        saved = op.reads[-2] if self.trainable else op.reads[-1]
-        hidden = room.kept(call.turn.call, micro, saved).detach().requires_grad_(wants_hidden)
-        leaves = self.body.leaves(room.weights(self.unit, op.reads[0]), slopes, stage.touched)
-        args, kwargs = call.inputs(micro, hidden)
-        with torch.enable_grad(), stage.seeded(call.turn.call, micro), self.body.lent(leaves):
-            outs, _ = tree_flatten(call.run(self.body, args, kwargs))
-        pairs = [
-            (out, self._cut_grad(call, index, micro, grad))
-            for index, (out, grad) in enumerate(zip(outs, grads, strict=True))
-            if grad is not None and isinstance(out, Tensor) and out.requires_grad
-        ]
-        torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
-        room.live.pop((call.turn.call, micro), None)
-        if wants_hidden:
-            self._put_back(call, micro, hidden, back)
+    def _rerun(self, op: Op, call: Call, micro: int, grads: tuple[Tensor | None, ...], back: list[Tensor]) -> None:
+        """The backward of a micro-batch: through the graph that was kept, or through one that is made anew."""
+        room = self.stage.session.room
+        sections = room.weights(self.unit, op.reads[0])
+        graph = room.graphs.pop((call.turn.call, micro)) if call.turn.kept else self._again(op, call, micro, sections)
+        if self.trainable:
+            self.body.aim(graph.leaves, room.slopes(self.unit, op.reads[-1]))
+        graph.backward(sections, [self._cut_grad(call, index, micro, grad) for index, grad in enumerate(grads)])
+        if call.wants_hidden:
+            self._put_back(call, micro, graph.hidden, back)
 
-    def _cut_grad(self, call: Call, index: int, micro: int, grad: Tensor) -> Tensor:
+    def _again(self, op: Op, call: Call, micro: int, sections: list[Tensor]) -> Graph:
+        """The graph of a micro-batch from its saved input."""
+        room = self.stage.session.room
+        hidden = room.kept(call.turn.call, micro, op.reads[-2 if self.trainable else -1])
+        graph, _ = self._graph(call, micro, hidden, Saved(self.name, sections, hidden))
+        room.live.pop((call.turn.call, micro), None)
+        return graph
+
+    def _cut_grad(self, call: Call, index: int, micro: int, grad: Tensor | None) -> Tensor | None:
         axis = call.axes.outputs[index] if call.axes else None
-        return grad if axis is None else grad.narrow(axis, *call.ranges[micro])
+        return grad if grad is None or axis is None else grad.narrow(axis, *call.ranges[micro])
 
     def _put_back(self, call: Call, micro: int, hidden: Tensor, back: list[Tensor]) -> None:
         grad = hidden.grad if hidden.grad is not None else torch.zeros_like(hidden)
@@ -232,20 +266,19 @@ class BlockSeat:
 
 
 class _BlockTurn(torch.autograd.Function):
-    """Forward without a graph, backward by recomputation."""
+    """A block's turn forward, and its turn backward."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, anchor: Tensor, hidden: Tensor, seat: BlockSeat, call: Call) -> tuple[Any, ...]:
-        ctx.seat, ctx.call, ctx.wants_hidden = seat, call, hidden.requires_grad  # type: ignore[attr-defined]
+        ctx.seat, ctx.call = seat, call  # type: ignore[attr-defined]
         ctx.set_materialize_grads(False)
         outs = seat.forward(call, True)
         ctx.mark_non_differentiable(*[o for o in outs if isinstance(o, Tensor) and not o.is_floating_point()])
         return outs
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        return None, ctx.seat.backward(ctx.call, grads, ctx.wants_hidden), None, None
+        return None, ctx.seat.backward(ctx.call, grads), None, None
 
 
 def find_axes(stage: Stage, seat: BlockSeat, call: Call) -> Axes:

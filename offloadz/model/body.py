@@ -51,18 +51,23 @@ class Body:
             out[name] = sections[index][start : start + prod(shape)].view(shape)
         return out
 
-    def leaves(self, sections: list[Tensor], slopes: list[Tensor], touched: set[str]) -> dict[str, Tensor]:
-        """Views that require gradients and add them in place to the slope sections; notes in `touched` who got one."""
+    def leaves(self, sections: list[Tensor], touched: set[str]) -> dict[str, Tensor]:
+        """Views that require gradients, see `aim`; notes in `touched` who got one."""
         weights = self.views(sections)
         for name in self._trained - self.frozen():
             leaf = weights[name].detach().requires_grad_()
             if leaf.dtype != torch.float32:
                 leaf.grad_dtype = torch.float32
-            index, start, shape = self._members[name]
-            leaf.grad = slopes[index][start : start + prod(shape)].view(shape)
             leaf.register_post_accumulate_grad_hook(lambda _, name=name: touched.add(name))  # type: ignore[misc]
             weights[name] = leaf
         return weights
+
+    def aim(self, leaves: Mapping[str, Tensor], slopes: list[Tensor]) -> None:
+        """Let the gradients of `leaves` be added in place to the slope sections."""
+        for name, leaf in leaves.items():
+            if leaf.requires_grad:
+                index, start, shape = self._members[name]
+                leaf.grad = slopes[index][start : start + prod(shape)].view(shape)
 
     def frozen(self) -> set[str]:
         """Names of parameters that take no gradient now: by themselves at rest, as a user may set from step to step."""

@@ -5,15 +5,17 @@ with the base answered by the chunk and the head by the tile, so scalings and so
 written.  A running log-sum-exp over tiles gives each token's log-probability; backward goes over the tiles once more
 and adds the weight gradient in place.  Only positions with a target are computed.
 
-Follows the online softmax of Milakov and Gimelshein (2018).  The trade-off: the products with the table are done twice,
-and the largest buffer is one chunk by one tile (512 tokens x 1-16 Mi elements / width) instead of tokens x vocabulary.
+Follows the online softmax of Milakov and Gimelshein (2018).  The trade-off: where logits are not kept between forward
+and backward (`graphs.py`), the products with the table are done twice, and the largest buffer is one chunk by one tile
+(512 tokens x 1-16 Mi elements / width) instead of tokens x vocabulary.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +23,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
 from offloadz.model.body import Body
+from offloadz.model.graphs import Saved, refuse_again
 from offloadz.model.stage import Stage, Tile
 from offloadz.plan.errors import ConfigError, DoesNotFit
 from offloadz.plan.footprint import HEAD_CHUNK_TOKENS
@@ -90,8 +93,8 @@ class HeadSeat:
         add_slope(tile, piece, hidden)
         back += piece @ tile.weight
 
-    def begin(self, verb: str, graded: bool, call: int = -1) -> Turn:
-        return self.stage.session.begin(verb, self.index, 1, graded, call)
+    def begin(self, verb: str, graded: bool, call: int = -1, kept: bool = False) -> Turn:
+        return self.stage.session.begin(verb, self.index, 1, graded, call, kept)
 
     def opened(self, op: Op, with_slope: bool) -> Tile:
         """The tile whose turn it is; adds to its gradient count as touching the table."""
@@ -156,6 +159,23 @@ class _Logits(torch.autograd.Function):
         return None, ctx.seat.backward(ctx.turn, ctx.saved_tensors[0], grad), None
 
 
+class Score(NamedTuple):
+    """Logits (tokens, tile rows) of a chunk against a tile; behind them the model's head code, back to `hidden`."""
+
+    hidden: Tensor
+    logits: Tensor
+    tile: Tile
+
+
+@dataclass
+class Scores:
+    """The scores of all chunks against one tile, kept for their backward."""
+
+    tile: Tile
+    chunks: list[Score]
+    nbytes: int
+
+
 class LossHead:
     """Log-probabilities of targets by the model's own head code, chunk by chunk and tile by tile."""
 
@@ -182,6 +202,33 @@ class LossHead:
         graded = torch.is_grad_enabled() and (hidden.requires_grad or self.seat.trainable)
         args = (self.stage.anchor, hidden, self, batch["labels"], graded)
         return _TokenLogprobs.apply(*args)  # type: ignore[no-any-return]
+
+    def scores(self, op: Op, turn: Turn, flat: Tensor, targets: _Targets) -> Iterator[Score]:
+        """Of every chunk against the tile whose turn forward it is; kept, if the turn's graph is."""
+        tile, seat = self.seat.opened(op, False), self.seat
+        if not turn.kept:
+            return (self.score(flat[chunk], tile, False) for chunk in targets.chunks)
+        saved = Saved(seat.name, [], flat)
+        with saved.hooks():
+            found = [self.score(flat[chunk], tile, True) for chunk in targets.chunks]
+        nbytes = saved.nbytes - flat.nbytes + sum(score.logits.nbytes for score in found)
+        self.stage.session.room.graphs[turn.call, op.unit] = Scores(tile, found, nbytes)
+        return iter(found)
+
+    def again(self, op: Op, turn: Turn, flat: Tensor, targets: _Targets) -> Iterator[Score]:
+        """The same in the tile's turn backward, each with its graph: those that were kept, or made anew."""
+        tile = self.seat.opened(op, self.seat.trainable)
+        if not turn.kept:
+            return (self.score(flat[chunk], tile, True) for chunk in targets.chunks)
+        kept = self.stage.session.room.graphs.pop((turn.call, op.unit))
+        kept.tile.move(tile)
+        return (kept.chunks.pop(0) for _ in targets.chunks)
+
+    def score(self, hidden: Tensor, tile: Tile, graded: bool) -> Score:
+        """A chunk against a tile."""
+        leaf = hidden.detach().requires_grad_(graded)
+        with torch.set_grad_enabled(graded):
+            return Score(leaf, self.scored(leaf, tile), tile)
 
     def scored(self, hidden: Tensor, tile: Tile) -> Tensor:
         """fp32 logits (tokens, tile rows) of a chunk of hidden states, by the model's own forward."""
@@ -265,69 +312,64 @@ class _TokenLogprobs(torch.autograd.Function):
         head.check(hidden)
         targets = _Targets(head.stage, hidden, labels, seat.num_words)
         flat = hidden.reshape(-1, hidden.shape[-1])
-        turn = seat.begin("forward", graded)
+        kept = graded and head.stage.keeps(seat.index, hidden)
+        turn, begun = seat.begin("forward", graded, kept=kept), head.stage.session.begun
         top = [torch.full((len(c),), float("-inf"), device=c.device) for c in targets.chunks]
         total = [torch.zeros(len(c), device=c.device) for c in targets.chunks]
         hit = [torch.zeros(len(c), device=c.device) for c in targets.chunks]
         for _ in seat.units:
-            head.stage.session.compute(lambda op: _reduce(head, seat.opened(op, False), flat, targets, top, total, hit))
+            head.stage.session.compute(
+                lambda op: _reduce(head.scores(op, turn, flat, targets), targets, top, total, hit)
+            )
+        if kept:
+            head.stage.learn(seat.index, hidden, turn.call)
         norms = [t + s.log() for t, s in zip(top, total, strict=True)]
         out = torch.zeros(labels.numel(), device=hidden.device)
         for chunk, h, norm in zip(targets.chunks, hit, norms, strict=True):
             out[chunk + 1] = h - norm  # where the label stands, one behind the position that predicts it
-        ctx.head, ctx.targets, ctx.norms, ctx.turn = head, targets, norms, turn
+        ctx.head, ctx.targets, ctx.norms, ctx.turn, ctx.begun = head, targets, norms, turn, begun
         ctx.save_for_backward(hidden)
         return out.view(labels.shape)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None, None, None]:
         head: LossHead = ctx.head
+        refuse_again(head.seat.name, head.stage.session, ctx.begun)
+        ctx.begun = -1
         seat, hidden = head.seat, ctx.saved_tensors[0]
         flat = hidden.reshape(-1, hidden.shape[-1])
         back = torch.zeros_like(flat, dtype=torch.float32)  # a sum over tiles
-        seat.begin("backward", True, ctx.turn.call)
+        seat.begin("backward", True, ctx.turn.call, ctx.turn.kept)
         flat_grad = torch.cat([grad.reshape(-1)[1:], grad.new_zeros(1)])  # from the label to what predicts it
         for _ in seat.units:
             head.stage.session.compute(
                 lambda op: _unreduce(
-                    head, seat.opened(op, seat.trainable), flat, ctx.targets, ctx.norms, flat_grad, back
+                    head.again(op, ctx.turn, flat, ctx.targets), ctx.targets, ctx.norms, flat_grad, back
                 )
             )
         return None, back.to(hidden.dtype).view(hidden.shape), None, None, None
 
 
 def _reduce(
-    head: LossHead,
-    tile: Tile,
-    flat: Tensor,
-    targets: _Targets,
-    top: list[Tensor],
-    total: list[Tensor],
-    hit: list[Tensor],
+    scores: Iterator[Score], targets: _Targets, top: list[Tensor], total: list[Tensor], hit: list[Tensor]
 ) -> None:
     """One tile's share of every chunk's log-sum-exp, and the logits of the targets that lie in it."""
-    with torch.no_grad():
-        for i, chunk in enumerate(targets.chunks):
-            logits = head.scored(flat[chunk], tile)
-            highest = torch.maximum(top[i], logits.amax(-1))
-            inside, word = targets.inside(i, tile)
-            hit[i][inside] = logits[inside, word]
-            total[i].mul_((top[i] - highest).exp_()).add_(logits.sub_(highest[:, None]).exp_().sum(-1))
-            top[i] = highest
+    for i, score in enumerate(scores):
+        logits = score.logits.detach()
+        highest = torch.maximum(top[i], logits.amax(-1))
+        inside, word = targets.inside(i, score.tile)
+        hit[i][inside] = logits[inside, word]
+        total[i].mul_((top[i] - highest).exp_()).add_((logits - highest[:, None]).exp_().sum(-1))
+        top[i] = highest
 
 
-def _unreduce(
-    head: LossHead, tile: Tile, flat: Tensor, targets: _Targets, norms: list[Tensor], grad: Tensor, back: Tensor
-) -> None:
+def _unreduce(scores: Iterator[Score], targets: _Targets, norms: list[Tensor], grad: Tensor, back: Tensor) -> None:
     """One tile's share of the gradients of every chunk."""
-    for i, (chunk, norm) in enumerate(zip(targets.chunks, norms, strict=True)):
-        hidden = flat[chunk].detach().requires_grad_()
-        with torch.enable_grad():
-            logits = head.scored(hidden, tile)
-        slope = (logits.detach() - norm[:, None]).exp_().mul_(-grad[chunk][:, None])
-        inside, word = targets.inside(i, tile)
+    for i, score in enumerate(scores):
+        chunk = targets.chunks[i]
+        slope = (score.logits.detach() - norms[i][:, None]).exp_().mul_(-grad[chunk][:, None])
+        inside, word = targets.inside(i, score.tile)
         slope[inside, word] += grad[chunk][inside]
-        torch.autograd.backward(logits, slope)
-        if hidden.grad is not None:
-            back[chunk] += hidden.grad
+        torch.autograd.backward(score.logits, slope)
+        if score.hidden.grad is not None:
+            back[chunk] += score.hidden.grad

@@ -20,6 +20,7 @@ from offloadz.model.blocks import BlockSeat
 from offloadz.model.body import Body
 from offloadz.model.drives import Drives
 from offloadz.model.flips import adoptable, begin
+from offloadz.model.graphs import Keeping
 from offloadz.model.head import HeadSeat, LossHead
 from offloadz.model.materialize import move_buffers
 from offloadz.model.optimizer import KINDS as OPTIMIZERS
@@ -32,6 +33,7 @@ from offloadz.model.tables import TableSeat
 from offloadz.model.weights import names_of, source_of
 from offloadz.plan.errors import ConfigError, DoesNotFit
 from offloadz.plan.footprint import score_copies
+from offloadz.plan.kept import UNLIMITED, graph_token_bytes
 from offloadz.plan.machine import Machine, compute_dtype, probe_machine, with_device
 from offloadz.plan.placement import COMMITS, KINDS, TIERS
 from offloadz.plan.rooms import apart, rooms_of
@@ -64,6 +66,7 @@ def offload(
     gradients: str = "auto",
     optimizer_state: str = "auto",
     activations: str = "auto",
+    recompute: str = "auto",
     slots: int = 0,
     sweeps: int = 0,
     micro_batch_size: int = 0,
@@ -101,11 +104,11 @@ def offload(
     as gradients come, into a second copy) or in_place (the same, nothing kept: no clipping, an error ends the run).
     `device`: what computes, auto | cpu | one of torch's (auto: the current accelerator, else the CPU), or a `Device`.
     `host_memory`, `device_memory`: most bytes.  `keep_float32`, `freeze`: name patterns.  `threads`: of updates.
-    `seed`: of dropout and stochastic rounding.  `poison`: see docs.
-    `copies`: of parameters and optimizer state where both are on disk; from 2 on a step is there whole or not at all,
-    from 3 on `run.save` makes hard links to one.  `adopt`: a directory of such state to take over instead of weights
-    (CannotGoOn where it does not fit as it lies); what else it holds is for `model.state` to put back.
-    `checksum`: CRC32C of every MiB on disk.  `io`: how its bytes move, auto | io_uring | threads.
+    `recompute`: blocks that run again in the backward, auto (where their graphs have no room) | all | none.  `seed`: of
+    dropout and stochastic rounding.  `poison`: see docs.  `copies`: of parameters and optimizer state where both are on
+    disk; from 2 on a step is there whole or not at all, from 3 on `run.save` makes hard links to one.  `adopt`: a
+    directory of such state to take over instead of weights (CannotGoOn where it does not fit as it lies); what else it
+    holds is for `model.state`.  `checksum`: CRC32C of every MiB there.  `io`: its back end, auto | io_uring | threads.
 
     Raises ConfigError for what is not built or wrong, DoesNotFit with numbers, before a weight is read.
     """
@@ -121,19 +124,25 @@ def offload(
     wishes = Wishes(
         batch_size=batch_size or max(1, micro_batch_size) * max(1, sweeps), max_length=max_length or 512,
         micro_batch_size=micro_batch_size, sweeps=sweeps, slots=slots, parameters=parameters, gradients=gradients,
-        optimizer=optimizer_state, activations=activations, swap=bool(paths), commit=commit,
+        optimizer=optimizer_state, activations=activations, swap=bool(paths), commit=commit, recompute=recompute,
         disk_free=sum(rooms_of(paths, None)) if paths else None, host_memory=host_memory, threads=threads,
         device_memory=device_memory, compute=compute_dtype(computer.facts, stored),
         random=isinstance(source_of(model), RandomSource), score_copies=_score_copies(model), copies=copies,
     )  # fmt: skip
     plan = _settled(plan, drawn.spec, wishes, with_device(probe_machine(), computer.facts))
     room = _furnish(drawn.spec, plan, Drives(paths, checksum, io, output, adopt), computer)
-    session = Session(room, poison=poison, seed=seed)
-    source = None if adopt else source_of(model) or ModuleSource(model)
-    run = _stand_in(model, drawn, plan, Stage(session, model, seed), source, updates)
+    stage = Stage(Session(room, poison=poison, seed=seed), model, seed, _keeping(drawn.spec, plan, bool(batch_size)))
+    run = _stand_in(model, drawn, plan, stage, None if adopt else source_of(model) or ModuleSource(model), updates)
     run.stage.micro_rows = micro_batch_size or (plan.micro_batch_size if batch_size else 0)
     run.sweeps = sweeps or (plan.sweeps if batch_size else 1)
     return run
+
+
+def _keeping(spec: ModelSpec, plan: Plan, known: bool) -> Keeping:
+    """Which graphs are kept; of batches that are not `known` half the room, since all else grows with them too."""
+    room_bytes = plan.graph_room_bytes if known else plan.graph_room_bytes // 2
+    each = {seat: graph_token_bytes(spec, seat, plan.placement, plan.batch) for seat in spec.unfolding_seats}
+    return Keeping(room_bytes, [each.get(seat, 0.0) for seat in range(len(spec.seats))])
 
 
 def _check_arguments(model: nn.Module, tiers: dict[str, str], optimizer: Any, memory: tuple[Any, Any]) -> None:
@@ -200,6 +209,7 @@ def _check_agrees(plan: Plan, wishes: Wishes) -> None:
     told = {kind: (getattr(wishes, kind), getattr(plan.placement, kind)) for kind in KINDS}
     told |= {"slots": (wishes.slots or plan.slots, plan.slots), "sweeps": (wishes.sweeps or plan.sweeps, plan.sweeps)}
     told["commit"] = (wishes.commit, plan.commit)
+    told["recompute"] = (wishes.recompute, {UNLIMITED: "none", -1: "all"}.get(plan.graph_room_bytes, "auto"))
     told["copies"] = (wishes.copies if wishes.copies > 1 else plan.placement.copies, plan.placement.copies)
     for name, (wished, planned) in told.items():
         if wished not in ("auto", planned):

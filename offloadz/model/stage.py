@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from offloadz.model.graphs import Keeping
 from offloadz.plan.errors import ConfigError
 from offloadz.runtime.devices import Device
 from offloadz.runtime.session import Session
@@ -50,6 +51,10 @@ class Tile:
     bias: Tensor | None = None
     bias_slope: Tensor | None = None
 
+    def move(self, to: Tile) -> None:
+        """Be where the same tile is now."""
+        self.weight, self.slope, self.bias, self.bias_slope = to.weight, to.slope, to.bias, to.bias_slope
+
 
 @dataclass
 class Stage:
@@ -58,6 +63,8 @@ class Stage:
     session: Session
     model: nn.Module
     seed: int = 0
+    keeping: Keeping = field(default_factory=lambda: Keeping(-1, ()))
+    """Which turns keep their graph; by default none."""
     micro_rows: int = 0
     """Rows of a micro-batch; 0: all rows at once."""
     root: RootCall | None = None
@@ -142,6 +149,16 @@ class Stage:
                     f"{name} requires a gradient, but was frozen when the run began and has no optimizer state: begin"
                     " with it trained and freeze it by requires_grad_(False) for as long as you like, or offload anew"
                 )
+
+    def keeps(self, seat: int, hidden: Tensor) -> bool:
+        """Whether the turn of a seat with this input keeps its graph."""
+        held_bytes = sum(graph.nbytes for graph in self.session.room.graphs.values())
+        return self.keeping.keeps(seat, hidden, held_bytes)
+
+    def learn(self, seat: int, hidden: Tensor, call: int) -> None:
+        """What the graphs of a turn took, for the turns to come."""
+        graphs = self.session.room.graphs
+        self.keeping.learn(seat, hidden, sum(graph.nbytes for key, graph in graphs.items() if key[0] == call))
 
     @property
     def rows(self) -> int:

@@ -28,7 +28,8 @@ UNITS = {
     "host": {"memory": BYTES, "cores": COUNT},
     "rates": {
         "device": FLOPS, **dict.fromkeys(COMPUTING, FLOPS), "float32_few": FLOPS, "memory": RATE,
-        "memory_shared": RATE, "h2d": RATE, "d2h": RATE, "cpu": UPDATES, "cpu_bf16": UPDATES, "cpu_int8": UPDATES, "cpu_int8_sr": UPDATES,
+        "memory_shared": RATE, "h2d": RATE, "d2h": RATE, "cpu": UPDATES, "cpu_bf16": UPDATES, "cpu_int8": UPDATES,
+        "cpu_int8_sr": UPDATES,
     },
     "gpu": {"memory": BYTES, **dict.fromkeys(COMPUTING, FLOPS), "bandwidth": RATE, "h2d": RATE, "d2h": RATE},
     "drive": {"size": BYTES, "read": RATE, "write": RATE, "both": RATE, "read_parts": RATE, "write_parts": RATE,

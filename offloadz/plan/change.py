@@ -58,6 +58,8 @@ def _changes(asked: Asked, host_peak: int) -> Iterator[tuple[str, Change]]:
     spec, wishes = asked.spec, asked.wishes
     if wishes.commit == "shadow":
         yield 'offload.commit = "hold"', _wish(commit="hold")
+    if wishes.recompute == "none":
+        yield 'offload.recompute = "auto"', _wish(recompute="auto")
     if not wishes.swap:
         yield "name a directory on a drive in offload.swap", _wish(swap=True)
     for kind in TO_DISK:

@@ -32,7 +32,8 @@ def chosen_commit(held: Plan, wishes: Wishes, decide: Callable[[Wishes], Plan]) 
     if gain < LEAST_GAIN or (beside.keep, beside.linked) != (held.keep, held.linked):
         why = f"shadow would win {gain:.0%}" if beside.fits else f"no room for shadow: {beside.shortage}"
         return replace(held, reasons=(*held.reasons, f"commit hold: {why}"))
-    copies = [reason for reason in beside.reasons if reason.startswith("state on disk")]
-    others = [reason for reason in held.reasons if not reason.startswith("state on disk")]
+    own = ("state on disk", "recompute")
+    copies = [reason for reason in beside.reasons if reason.startswith(own)]
+    others = [reason for reason in held.reasons if not reason.startswith(own)]
     why = f"commit shadow: wins {gain:.0%} over hold, to which the run goes over while clipping fires often"
     return replace(beside, commit_free=True, reasons=(*others, *copies, why))

@@ -26,8 +26,16 @@ def estimate(spec: ModelSpec, placement: Placement, batch: Batch, machine: Machi
     first, count = equal_blocks(spec)
     if count <= WALKED[1]:
         return predict(spec, placement, batch, machine)
+    seats = len(spec.unfolding_seats)
+    if 0 < placement.kept < seats:  # a block that keeps its graph is not like one that does not
+        none, each = (estimate(spec, replace(placement, kept=kept), batch, machine) for kept in (0, seats))
+        return _between(none, each, placement.kept, seats)
     few, more = (predict(without(spec, first + n, count - n), placement, batch, machine) for n in WALKED)
-    left, apart = count - WALKED[0], WALKED[1] - WALKED[0]
+    return _between(few, more, count - WALKED[0], WALKED[1] - WALKED[0])
+
+
+def _between(few: Prediction, more: Prediction, left: int, apart: int) -> Prediction:
+    """What stands `left` steps behind `few`, where `more` is `apart` steps behind it."""
 
     def grown(low: float, high: float) -> float:
         return low + left * (high - low) / apart

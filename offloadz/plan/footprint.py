@@ -17,6 +17,7 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
+from offloadz.plan.kept import graph_kept_bytes, kept_bytes
 from offloadz.plan.placement import Placement, home_bytes, passing_bytes, slot_bytes
 from offloadz.plan.spec import ITEM_BYTES, ModelSpec, Unit, aligned
 
@@ -175,6 +176,12 @@ def computation(spec: ModelSpec, placement: Placement, batch: Batch) -> dict[str
     chunk = HEAD_COPIES * min(batch.tokens_per_micro, HEAD_CHUNK_TOKENS) * rows * 4
     block = graph + widest * 4
     found = {"hidden states": hidden}
+    if kept := kept_bytes(spec, placement, batch):
+        seats = [seat for seat in spec.unfolding_seats if spec.seats[seat].kind != "head"]
+        own = max((graph_kept_bytes(spec, s, placement, batch) for s in seats), default=0) // batch.num_micros
+        beside = max(chunk, block - own)
+        if kept + beside >= block or placement.kept == len(spec.unfolding_seats):
+            return found | {"kept graphs": kept, "beside a kept graph": beside}
     if block >= chunk:
         return found | {"one block's graph": graph, "largest weight gradient": widest * 4}
     return found | {"logits of a chunk": chunk}
@@ -206,9 +213,10 @@ def saved_bytes(spec: ModelSpec, placement: Placement, batch: Batch) -> int:
     return batch.tokens_per_micro * spec.hidden_size * ITEM_BYTES[placement.compute]
 
 
-def num_saved(spec: ModelSpec) -> int:
-    """Seats whose input is kept for the backward of a sweep."""
-    return sum(s.kind in ("block", "module") for s in spec.seats[spec.first_trained_seat :])
+def num_saved(spec: ModelSpec, kept: int = 0) -> int:
+    """Seats whose input is saved for the backward of a sweep; `kept`: the last ones, whose graph is."""
+    graphs = spec.keeping_seats(kept)
+    return sum(spec.seats[seat].kind != "head" and seat not in graphs for seat in spec.unfolding_seats)
 
 
 def checkpoint_bytes(spec: ModelSpec) -> int:
@@ -233,7 +241,7 @@ def _kept(spec: ModelSpec, placement: Placement, batch: Batch) -> tuple[str, int
     nbytes = saved_bytes(spec, placement, batch)
     each = aligned(nbytes) if tier == "disk" else nbytes
     where = "host" if tier == "device" and placement.unified else tier
-    return where, num_saved(spec) * batch.num_micros * each
+    return where, num_saved(spec, placement.kept) * batch.num_micros * each
 
 
 def _largest_part(spec: ModelSpec) -> int:

@@ -37,6 +37,8 @@ class Placement:
     """Several backward passes add to a gradient before it is rounded (sweeps, several `run.backward`)."""
     copies: int = 1
     """Times that everything in the swap path's `state/` exists: 1, or 2 and one for each checkpoint held by links."""
+    kept: int = 0
+    """Seats, the last ones, that keep their graph from forward to backward; the others recompute it."""
     commit: str = "hold"
     """When a unit is updated, and when that is final: `hold` (both once the whole gradient is known), `shadow` (as its
     gradient comes, beside what is valid; final once the whole gradient is known), `in_place` (both as it comes)."""

@@ -63,15 +63,18 @@ class Prediction:
         return max(busy, key=lambda name: busy[name])
 
 
-def training_phases(spec: ModelSpec, batch: Batch) -> tuple[Phase, ...]:
-    """The phases of one optimizer step: per sweep a forward and a backward, then the end of the gradients."""
+def training_phases(spec: ModelSpec, batch: Batch, kept: int = 0) -> tuple[Phase, ...]:
+    """The phases of one optimizer step: per sweep a forward and a backward, then the end of the gradients.
+
+    `kept`: seats, the last ones, that keep their graph.
+    """
     phases: list[Phase] = []
-    lowest = spec.first_trained_seat
+    lowest, graphs = spec.first_trained_seat, spec.keeping_seats(kept)
     for sweep in range(batch.sweeps):
         turns = []
         for seat, place in enumerate(spec.seats):
             micros = 1 if place.kind == "table" else batch.num_micros
-            turns.append(Turn(seat, sweep * len(spec.seats) + seat, micros, seat >= lowest))
+            turns.append(Turn(seat, sweep * len(spec.seats) + seat, micros, seat >= lowest, seat in graphs))
         back = tuple(t for t in reversed(turns) if t.graded)
         phases += [Forward(tuple(turns)), Backward(back, last=sweep == batch.sweeps - 1)]
     tables = tuple(
@@ -84,7 +87,7 @@ def step_program(spec: ModelSpec, placement: Placement, batch: Batch) -> Program
     """The compiled program of a steady step: every trained unit still has its update from the step before."""
     held = placement.commit == "hold"  # else a step leaves no update to the next
     pending = tuple(i for i, unit in enumerate(spec.units) if unit.trainable and held)
-    told = build(spec, placement, training_phases(spec, batch), pending, unended=True)
+    told = build(spec, placement, training_phases(spec, batch, placement.kept), pending, unended=True)
     return compiled(told, placement)
 
 
@@ -137,7 +140,8 @@ class Costs:
         return total
 
     def device_s(self, op: Op) -> float:
-        """Seconds of a computation: 2 flop per weight and token forward, 8 in a backward that recomputes first."""
+        """Seconds of a computation: 2 flop per weight and token forward, 8 in a backward that recomputes first, 6 in
+        one through a kept graph."""
         if op.verb not in ("forward", "backward") or op.unit < 0:
             return op.nbytes * 4 / self.fast
         tokens = self.batch.tokens_per_micro
@@ -145,6 +149,7 @@ class Costs:
         elements = 0 if kind == "module" else op.nbytes
         attention = self.batch.length * self.spec.hidden_size * 2 if kind == "block" else 0
         passes = 1 if op.verb == "forward" else (4 if self.spec.units[op.unit].trainable else 3)
+        passes -= op.verb == "backward" and any(place.startswith("k") for place in op.reads)
         return 2.0 * passes * (elements + attention) * (tokens * self.token_s + self.pass_s)
 
 

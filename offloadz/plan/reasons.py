@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING
 from offloadz.plan.change import human
 from offloadz.plan.copies import copies_reason
 from offloadz.plan.footprint import Batch
+from offloadz.plan.kept import kept_reason
 from offloadz.plan.placement import KINDS, Placement
+from offloadz.plan.spec import ModelSpec
 
 if TYPE_CHECKING:
     from offloadz.plan.search import Wishes
 
 
-def reasons(placement: Placement, batch: Batch, wishes: Wishes, host_limit: int) -> Iterator[str]:
+def reasons(spec: ModelSpec, placement: Placement, batch: Batch, wishes: Wishes, host_limit: int) -> Iterator[str]:
     """Why each thing is as it is, one line each."""
     for kind in KINDS:
         tier = getattr(placement, kind)
@@ -33,3 +35,4 @@ def reasons(placement: Placement, batch: Batch, wishes: Wishes, host_limit: int)
         "as configured" if wishes.sweeps else "weights move twice a step" if batch.sweeps == 1 else "fewer do not fit"
     )
     yield f"sweeps {batch.sweeps}: {sweeps}"
+    yield kept_reason(spec, placement, batch, wishes.recompute)

@@ -20,6 +20,7 @@ from offloadz.plan.copies import copy_choices, linked, num_kept
 from offloadz.plan.errors import ConfigError
 from offloadz.plan.estimate import estimate
 from offloadz.plan.footprint import BASELINE_BYTES, Batch, Footprint, computation, footprint
+from offloadz.plan.kept import check_recompute, graph_room, most_kept
 from offloadz.plan.machine import Machine
 from offloadz.plan.placement import KINDS, Placement
 from offloadz.plan.predict import Prediction, hiding_tokens
@@ -74,6 +75,8 @@ class Wishes:
     """Bytes beside the interpreter while data are read."""
     random: bool = False
     """Whether the weights are drawn at random."""
+    recompute: str = "auto"
+    """Which blocks run again in the backward: auto (as far as there is no room for their graphs) | all | none."""
     commit: str = "auto"
     """`in_place` is only taken where it is asked for: a step that fails half-way then ends the run."""
 
@@ -113,6 +116,7 @@ class Plan:
     """The same in words, with the bytes a parameter."""
     machine: str = ""
     commit_free: bool = False  # shadow was the plan's own choice: the run may go over to hold
+    graph_room_bytes: int = 0  # what kept graphs may take, which may be more than they do
 
     @property
     def commit(self) -> str:
@@ -159,6 +163,7 @@ class Plan:
         found["placement"] = {kind: getattr(self.placement, kind) for kind in KINDS}
         found["compute"], found["storage"] = self.placement.compute, self.placement.storage
         found["copies"], found["keep"], found["linked"] = self.placement.copies, self.keep, self.linked
+        found["kept_graphs"] = self.placement.kept
         found["terms"] = self.footprint.terms
         found["reasons"] = list(self.reasons)
         return found | self.wear.to_json()
@@ -194,7 +199,14 @@ def _planned(spec: ModelSpec, machine: Machine, wishes: Wishes) -> Plan:
     """The first that fits, with its time, or the one that lacks least."""
     limits = _limits(machine, wishes)
     chosen, shortage = _first_that_fits(spec, machine, wishes, limits)
-    plan = _describe(chosen, machine, wishes, limits, shortage)
+
+    def keeping(count: int) -> _Candidate:
+        placement = replace(chosen.placement, kept=count)
+        return replace(chosen, placement=placement, footprint=_footprint(spec, placement, chosen.batch, wishes))
+
+    if not shortage and wishes.recompute == "auto":
+        chosen = keeping(most_kept(spec, lambda n: not _lacking(keeping(n).footprint, limits, machine, wishes)))
+    plan = _describe(spec, chosen, machine, wishes, limits, shortage)
     return plan if shortage else _timed(plan, spec, machine)
 
 
@@ -213,6 +225,7 @@ def _timed(plan: Plan, spec: ModelSpec, machine: Machine) -> Plan:
 
 
 def _check(wishes: Wishes) -> None:
+    check_recompute(wishes.recompute)
     for field, number in (("train.batch_size", wishes.batch_size), ("data.max_length", wishes.max_length)):
         if number < 1:
             raise ConfigError(f"{field} = {number}; needed: at least 1")
@@ -320,6 +333,7 @@ def _ladder(spec: ModelSpec, machine: Machine, wishes: Wishes) -> Iterator[Place
             parameters=chosen["parameters"], gradients=chosen["gradients"], optimizer=chosen["optimizer"],
             activations=chosen["activations"], unified=machine.unified, compute=wishes.compute, storage=spec.dtype,
             accumulate=wishes.sweeps > 1, commit="hold" if wishes.commit == "auto" else wishes.commit,
+            kept=len(spec.unfolding_seats) if wishes.recompute == "none" else 0,
         )  # fmt: skip
         yield replace(placement, copies=copy_choices(placement, wishes.keep, wishes.copies, wishes.linkable)[0])
 
@@ -360,7 +374,7 @@ def _footprint(spec: ModelSpec, placement: Placement, batch: Batch, wishes: Wish
 
 
 def _describe(
-    chosen: _Candidate, machine: Machine, wishes: Wishes, limits: dict[str, int | None], shortage: str
+    spec: ModelSpec, chosen: _Candidate, machine: Machine, wishes: Wishes, limits: dict[str, int | None], shortage: str
 ) -> Plan:
     return Plan(
         placement=chosen.placement,
@@ -373,9 +387,10 @@ def _describe(
         fits=not shortage,
         smallest_change="",
         shortage=shortage,
-        reasons=tuple(reasons(chosen.placement, chosen.batch, wishes, limits["host"] or 0)),
+        reasons=tuple(reasons(spec, chosen.placement, chosen.batch, wishes, limits["host"] or 0)),
         rates_source=machine.rates_source,
         machine=machine.name,
+        graph_room_bytes=graph_room(spec, chosen.placement, chosen.batch, chosen.footprint, limits, wishes.recompute),
         recipe=chosen.recipe.state,
         recipe_told=chosen.recipe.told(chosen.placement.storage),
         keep=num_kept(chosen.placement, wishes.keep),

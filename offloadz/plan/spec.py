@@ -279,6 +279,16 @@ class ModelSpec:
         return len(self.seats)
 
     @cached_property
+    def unfolding_seats(self) -> tuple[int, ...]:
+        """Seats that run backward through a graph, which they can keep from their forward on."""
+        low = self.first_trained_seat
+        return tuple(i for i, s in enumerate(self.seats) if i >= low and s.kind != "table")
+
+    def keeping_seats(self, count: int) -> frozenset[int]:
+        """The last `count` seats that can keep their graph: those whose graphs live shortest."""
+        return frozenset(self.unfolding_seats[max(0, len(self.unfolding_seats) - count) :])
+
+    @cached_property
     def table_units(self) -> frozenset[int]:
         """Units of tables: their gradient is complete only when the looked-up rows are added, at the step's end."""
         return frozenset(u for s in self.seats if s.kind == "table" for u in s.units)

@@ -32,7 +32,9 @@ class Turn:
     """Number of the call within the step: what saved inputs are kept under."""
     micros: int = 1
     graded: bool = True
-    """Whether a backward will come: then the input is saved."""
+    """Whether a backward will come: then the input is saved, or the graph kept."""
+    kept: bool = False
+    """Whether the forward keeps its graph, so that the backward need not run it again."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,11 @@ class Updates:
 
 
 Phase = Forward | Backward | Finish | Updates
+
+
+def graph_of(turn: Turn, unit: int, micro: int) -> tuple[str, ...]:
+    """The place of a graph that is kept from forward to backward."""
+    return (f"k{turn.call}.{unit}.{micro}@live",)
 
 
 def build(
@@ -119,7 +126,7 @@ class Script(Upkeep):
     def forward(self, turn: Turn) -> None:
         """A turn forward, behind the updates it needs: a table is looked up at home, other weights are brought.
 
-        Inputs of graded turns are saved.
+        Inputs or graphs of graded turns stay.
         """
         self.phase = "forward"
         seat = self.spec.seats[turn.seat]
@@ -135,8 +142,9 @@ class Script(Upkeep):
             self.depart()
             places = self.weights(unit)
             for micro in range(turn.micros):
-                saves = turn.graded and seat.kind != "head"
-                self.compute("forward", turn, unit, micro, places, (f"x{turn.call}.{micro}@live",) if saves else ())
+                saves = turn.graded and seat.kind != "head" and not turn.kept
+                left = graph_of(turn, unit, micro) if turn.kept else (f"x{turn.call}.{micro}@live",) if saves else ()
+                self.compute("forward", turn, unit, micro, places, left)
                 if saves:
                     self.leaving.append((turn, unit, micro))
 
@@ -164,8 +172,10 @@ class Script(Upkeep):
             micro=micro,
         )  # fmt: skip
 
-    def kept(self, turn: Turn, unit: int, micro: int) -> tuple[str, ...]:
-        """Bring the saved input back; returns the places to read it from."""
+    def left(self, turn: Turn, unit: int, micro: int) -> tuple[str, ...]:
+        """Bring back what the forward left, a graph or the saved input; returns the places to read it from."""
+        if turn.kept:
+            return graph_of(turn, unit, micro)
         name, home = f"x{turn.call}.{micro}", self.placement.saved_route[-1]
         if home == "compute":
             return (f"{name}@live",)
@@ -185,7 +195,7 @@ class Script(Upkeep):
             places = self.weights(unit)
             slope = self.open_gradient(unit)
             for micro in range(turn.micros):
-                saved = self.kept(turn, unit, micro) if seat.kind != "head" else ()
+                saved = self.left(turn, unit, micro) if turn.kept or seat.kind != "head" else ()
                 self.apply()
                 self.compute("backward", turn, unit, micro, (*places, *saved, *slope), slope)
             held = (f"w{unit}@host",) if self.placement.parameters == "disk" else ()

@@ -178,6 +178,7 @@ def wishes_of(config: Config, model_config: dict[str, Any]) -> Wishes:
         gradients=offload.gradients,
         optimizer=offload.optimizer,
         activations=offload.activations,
+        recompute=offload.recompute,
         commit=offload.commit,
         swap=bool(swap),
         disk_free=sum(rooms_of(swap, output)) if swap else None,

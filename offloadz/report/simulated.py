@@ -31,7 +31,8 @@ def simulated(tables: Mapping[str, Any], plan: Mapping[str, Any]) -> tuple[Timel
         train = replace(config.train, micro_batch_size=plan["micro_batch_size"])
         asked = question(replace(config, offload=offload, train=train))
         answer = asked.answer()
-        found = predict(asked.spec, answer.placement, answer.batch, asked.machine)
+        placement = replace(answer.placement, kept=plan["kept_graphs"])  # as there was room for then
+        found = predict(asked.spec, placement, answer.batch, asked.machine)
     except (ConfigError, OSError, ArithmeticError, LookupError, TypeError, ValueError) as error:
         first = (str(error) or type(error).__name__).splitlines()[0]
         return None, f"The step of the plan cannot be simulated here: {first}"

@@ -61,6 +61,8 @@ class Room:
     """Place (`w3.0@disk`) to its extent."""
     live: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     """(call, micro) to an input that has not left the device."""
+    graphs: dict[tuple[int, int], Any] = field(default_factory=dict)
+    """(call, micro) to what a computation keeps for its backward: of no concern to this room, but that it is let go."""
     saved: dict[str, Tensor] = field(default_factory=dict)
     """Place (`x3.0@host`) to the bytes of a saved input at home."""
     shapes: dict[tuple[int, int], tuple[torch.Size, torch.dtype]] = field(default_factory=dict)
@@ -346,11 +348,12 @@ class Room:
         """The step is over: nothing will ask for its inputs again."""
         self.live.clear()
         self.shapes.clear()
+        self.graphs.clear()
 
     def close(self, keep_state: bool = False) -> None:
         """Give all memory back; scratch goes, state too unless it is to be kept."""
         held = (self.slots, self.homes, self.spares, self.live, self.saved, self.shapes, self.squares, self.due)
-        for named in (*held, self.passing, self.square_homes):
+        for named in (*held, self.passing, self.square_homes, self.graphs):
             named.clear()  # type: ignore[attr-defined]
         try:
             if self.disk is not None:

@@ -76,12 +76,16 @@ class Session:
         """Per unit of this step: `sum` while its gradient is open, `done` once rounded."""
         self.open: list[Turn] = []
         """Graded forward turns of this step that have had no backward."""
+        self.kept = dict.fromkeys(self.spec.keeping_seats(self.placement.kept), True)
+        """Per seat whether its last turn kept its graph, or will as planned."""
         self.history: list[Told] = []
         self.last_step: list[Told] = []
         self.owner: int | None = None
         """The thread that is in the middle of a step, whose calls alone the model answers."""
         self.deputy: int | None = None
         """The thread that goes backward for the owner, 0 while it is not yet known; None where nobody does."""
+        self.begun = 0
+        """Number of steps begun, given up ones too: what a forward left is there until the next."""
         self.calls = 0
         self.micros = 1
         self.rounds = False
@@ -99,16 +103,16 @@ class Session:
         """What is to be known of a decided step besides its state, where it ends with a flip."""
         self._programs: dict[object, Program] = {}
 
-    def begin(self, verb: str, seat: int, micros: int, graded: bool, call: int = -1) -> Turn:
+    def begin(self, verb: str, seat: int, micros: int, graded: bool, call: int = -1, kept: bool = False) -> Turn:
         """Announce a turn; afterwards run each of its computations through `compute`.
 
-        `call` is -1 for a forward, else the number that the forward's turn was given.
+        `call` is -1 for a forward, else the number that the forward's turn was given.  `kept`: whether its graph is.
         """
         self.check()
         self.require_thread()
         if graded and not self.placement.accumulate and self._adds(seat, call):
             self.allow_sums()
-        turn = Turn(seat, self.calls if call < 0 else call, micros, graded)
+        turn = Turn(seat, self.calls if call < 0 else call, micros, graded, kept)
         last = verb == "forward" or self.rounds
         if not (self.script and self.walk is not None and self.script[0] == (verb, turn, last)):
             self._replan(verb, turn)
@@ -165,6 +169,7 @@ class Session:
     def _learn(self, turn: Turn) -> None:
         if turn.graded:
             self.open.append(turn)
+            self.kept[turn.seat] = turn.kept
         if self.spec.seats[turn.seat].kind == "table" and turn.graded:
             self.tables_used.setdefault(turn.seat)
 
@@ -190,7 +195,8 @@ class Session:
     def _guess(self, seat: int, call: int, training: bool) -> Turn:
         kind = self.spec.seats[seat].kind
         micros = self.micros if kind in ("block", "module") else 1
-        return Turn(seat, call, micros, training and seat >= self.spec.first_trained_seat)
+        graded = training and seat >= self.spec.first_trained_seat
+        return Turn(seat, call, micros, graded, graded and self.kept.get(seat, False))
 
     def _below(self, turn: Turn) -> list[Turn]:
         return [t for t in reversed(self.open) if t.call < turn.call]
@@ -198,9 +204,11 @@ class Session:
     def begin_step(self) -> None:
         """A new optimizer step: forget the inputs and gradients of the one before."""
         self.check()
+        self.begun += 1
         self.calls, self.open, self.grads, self.history = 0, [], {}, []
         self.tables_used = {}
         self.room.squares = {}
+        self.room.graphs.clear()
 
     def finish(self, scatter: Callable[[int, Op], None]) -> float:
         """Close all gradients; returns the sum of their squares.  `scatter(seat, op)` adds a table's rows."""

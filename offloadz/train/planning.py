@@ -183,7 +183,7 @@ def plan_lines(plan: Plan, config: Config) -> Iterator[str]:
     )
     if plan.wear.written_bytes:
         yield from plan.wear.lines()
-    yield from (line for line in plan.reasons if line.startswith("state on disk in"))
+    yield from (line for line in plan.reasons if line.startswith(("state on disk in", "recompute")))
     threads, reason = update_threads(threads_asked(config, plan))
     if config.offload.machine != "auto" and not config.offload.threads:
         reason = f"the cores of {plan.machine} that this machine has too"

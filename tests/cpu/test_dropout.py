@@ -1,4 +1,4 @@
-"""Dropout with recomputation: the second forward of a block draws the masks of its first.  Case G08, kind K11, trap 17.
+"""Dropout: the second forward of a block draws the masks of its first.  Case G08, kind K11, trap 17.
 
 Masks depend on (seed, step, call, micro-batch) alone, so a plain loop that sets the generator to the same numbers
 before each block must get the same gradients, and where bytes lie must not change a bit.
@@ -61,9 +61,11 @@ def seeded_plain(micro: int) -> Outcome:
     return out
 
 
+@pytest.mark.parametrize("recompute", ["all", "none"])
 @pytest.mark.parametrize("micro", [4, 2])
-def test_gradients_are_those_of_autograd_on_the_same_masks(micro: int, swap: Path) -> None:
-    assert_close(ours(swap, micro), seeded_plain(micro), start_of(dropping()), f"micro-batches of {micro}")
+def test_gradients_are_those_of_autograd_on_the_same_masks(micro: int, recompute: str, swap: Path) -> None:
+    found = ours(swap, micro, recompute=recompute)
+    assert_close(found, seeded_plain(micro), start_of(dropping()), f"micro-batches of {micro}")
 
 
 def test_where_bytes_lie_does_not_change_the_masks(swap: Path) -> None:

@@ -25,7 +25,9 @@ OTHERS = batches(3, rows=3, length=17, seed=9)
 KINDS = ("parameters", "gradients", "optimizer_state", "activations")
 
 
-def six_layers(swap: Path, where: str = "disk", micro: int = 2, family: str = "llama") -> offloadz.Run:
+def six_layers(
+    swap: Path, where: str = "disk", micro: int = 2, family: str = "llama", recompute: str = "all"
+) -> offloadz.Run:
     layers = {"n_layer": 6} if family == "gpt2" else {"num_hidden_layers": 6}
     return offloadz.offload(
         tiny(family, **layers),
@@ -33,6 +35,7 @@ def six_layers(swap: Path, where: str = "disk", micro: int = 2, family: str = "l
         swap=swap,
         slots=2,
         micro_batch_size=micro,
+        recompute=recompute,
         **dict.fromkeys(KINDS, where),
     )
 
@@ -92,7 +95,7 @@ def test_mixed_at_random(family: str, swap: Path) -> None:
     wanted = undisturbed(family)
     source = random.Random(family)
     found = Outcome()
-    with six_layers(swap, family=family) as run:
+    with six_layers(swap, family=family, recompute="none") as run:
         for batch in STEPS:
             for _ in range(source.randrange(4)):
                 source.choice(
@@ -122,8 +125,8 @@ class Broken(RuntimeError):
     """Raised by a fuse."""
 
 
-def fuse(module: nn.Module, when: Callable[[int], bool]) -> Callable[[], None]:
-    """Let the n-th call of a module from now on raise; returns how to take the fuse out."""
+def fuse(module: nn.Module, when: Callable[[int], bool], backward: bool = False) -> Callable[[], None]:
+    """Let the n-th call of a module from now on raise, `backward` ones too; returns how to take the fuse out."""
     calls = [0]
 
     def burn(*_: Any) -> None:
@@ -131,28 +134,33 @@ def fuse(module: nn.Module, when: Callable[[int], bool]) -> Callable[[], None]:
         if when(calls[0]):
             raise Broken(f"call {calls[0]}")
 
-    return module.register_forward_pre_hook(burn).remove
+    hooks = [module.register_forward_pre_hook(burn)]
+    if backward:
+        hooks.append(module.register_full_backward_pre_hook(burn))
+    return lambda: [hook.remove() for hook in hooks] and None
 
 
+@pytest.mark.parametrize("recompute", ["all", "none"])
 @pytest.mark.parametrize(
     ("where", "layer", "call"),
     [("disk", 3, 1), ("host", 3, 2), ("disk", 3, 3), ("host", 3, 4), ("disk", 0, 4), ("disk", 5, 3)],
 )
-def test_an_exception_inside_a_block(where: str, layer: int, call: int, swap: Path) -> None:
-    """Two micro-batches: calls 1 and 2 are forward, 3 and 4 the recomputation.  Nothing of the step is applied."""
+def test_an_exception_inside_a_block(where: str, layer: int, call: int, recompute: str, swap: Path) -> None:
+    """Two micro-batches: calls 1 and 2 are forward, 3 and 4 the recomputation, or the backward through what was kept.
+    Nothing of the step is applied."""
     wanted = undisturbed()
     found = Outcome()
-    with six_layers(swap, where=where) as run:
+    with six_layers(swap, where=where, recompute=recompute) as run:
         for index, batch in enumerate(STEPS):
             if index in (0, 3):
                 before = weights(run), whole_tensors(run, "exp_avg")
-                out = fuse(run.model.model.layers[layer].mlp, lambda n: n == call)
+                out = fuse(run.model.model.layers[layer].mlp, lambda n: n == call, backward=recompute == "none")
                 with pytest.raises(Broken):
                     run.step(STEPS[5])
                 out()
                 assert_same_weights(weights(run), before[0])
                 assert_same_weights(whole_tensors(run, "exp_avg"), before[1])
-                assert held(run)["live"] == held(run)["shapes"] == 0
+                assert held(run)["live"] == held(run)["shapes"] == len(run.session.room.graphs) == 0
             found.losses.append(float(run.step(batch)))
             found.norms.append(run.report.grad_norm)
         assert run.report.step == len(STEPS)
@@ -176,7 +184,8 @@ def test_an_exception_inside_an_evaluation_right_after_a_step(swap: Path) -> Non
     assert_same_bits(found, wanted)
 
 
-def test_an_exception_in_a_loop_of_ones_own(swap: Path) -> None:
+@pytest.mark.parametrize("recompute", ["all", "none"])
+def test_an_exception_in_a_loop_of_ones_own(recompute: str, swap: Path) -> None:
     """After a failed backward of two, the next step begins afresh."""
     with six_layers(swap) as run:
         wanted = Outcome()
@@ -185,12 +194,12 @@ def test_an_exception_in_a_loop_of_ones_own(swap: Path) -> None:
             run.update()
             wanted.norms.append(run.report.grad_norm)
         wanted.weights = weights(run)
-    with six_layers(swap) as run:
+    with six_layers(swap, recompute=recompute) as run:
         norms = []
         for batch in STEPS[:2]:
             run.backward(run.model(**STEPS[4]).loss)
-            loss = run.model(**STEPS[5]).loss
-            out = fuse(run.model.model.layers[3].mlp, lambda n: True)
+            out = fuse(run.model.model.layers[3].mlp, lambda n: n > 2, backward=recompute == "none")
+            loss = run.model(**STEPS[5]).loss  # calls 1 and 2: a micro-batch each
             with pytest.raises(Broken):
                 run.backward(loss)
             out()
@@ -205,7 +214,7 @@ def test_a_forward_with_gradients_that_nobody_uses(swap: Path) -> None:
     """A caller evaluates without no_grad and drops the loss; the next step does not suffer."""
     wanted = undisturbed()
     found = Outcome()
-    with six_layers(swap) as run:
+    with six_layers(swap, recompute="none") as run:
         for batch in STEPS:
             run.model(**OTHERS[0])
             found.losses.append(float(run.step(batch)))

@@ -29,7 +29,8 @@ KEYS = {
     "train": "output steps epochs batch_size micro_batch_size seed log_every eval_every sample_prompts sample_every "
     "sample_tokens save_every keep keep_weights resume resume_with max_skipped trace_steps",
     "optimizer": "name lr betas eps momentum weight_decay no_decay groups max_grad_norm schedule warmup min_lr state",
-    "offload": "device parameters gradients optimizer activations swap machine device_memory host_memory slots sweeps "
+    "offload": "device parameters gradients optimizer activations swap machine device_memory host_memory slots "
+    "recompute sweeps "
     "commit checksum io threads zero_stage",
     "debug": "poison samples",
 }

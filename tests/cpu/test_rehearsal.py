@@ -75,6 +75,7 @@ def test_every_placement_has_the_bits_of_one_memory(index: int, swap: Path) -> N
     family, slots, sweeps = source.choice(FAMILIES), source.choice((1, 2, 3)), source.choice((1, 2))
     where = dict(zip(KINDS, PLACEMENTS[index], strict=True))
     how = {"slots": slots, "sweeps": sweeps, "poison": index % 2 == 0, "seed": index}
+    how["recompute"] = ("all", "none")[index // 2 % 2]
     found = ran(family, swap, device=Rehearsal(), **where, **how)
     assert_same_bits(found, calm(family, 2), f"{family}, {how}")
 
@@ -186,7 +187,8 @@ def test_longer_rows_than_planned_get_larger_slots(swap: Path) -> None:
 
 def test_an_error_in_a_block_ends_the_step_and_not_the_run(swap: Path) -> None:
     """Lanes that wait are released; the next step is as if nothing had been."""
-    with offloadz.offload(tiny("llama"), offloadz.AdamW(lr=1e-3), swap=swap, device=Rehearsal(), **DISK) as run:
+    how = {"device": Rehearsal(), "recompute": "all", **DISK}
+    with offloadz.offload(tiny("llama"), offloadz.AdamW(lr=1e-3), swap=swap, **how) as run:
         first = run.step(STEPS[0])
         seat = next(s for s in run.seats if getattr(s, "kind", "") == "block")
         forward, calls = seat.body.forward, []
@@ -282,7 +284,8 @@ def test_a_missing_edge_is_found(edge: tuple[str, str], swap: Path, monkeypatch:
     same = True
     for seed in range(3):
         try:
-            found = ran("llama", swap, device=Rehearsal(), poison=True, seed=seed, slots=2, **DISK)
+            how = {"poison": True, "seed": seed, "slots": 2, "recompute": "all", **DISK}
+            found = ran("llama", swap, device=Rehearsal(), **how)
             assert_same_bits(found, calm("llama", 2))
         except Exception:  # whatever it is that a run stumbles over then
             same = False

@@ -58,7 +58,7 @@ def tiers(plan: Plan) -> dict[str, str]:
 def test_a_spare_that_does_not_fit_is_refused_with_numbers() -> None:
     """What hold has room for, with all kinds where they are asked to be."""
     asked = replace(WISHES, swap=False, parameters="host", gradients="host", optimizer="host")
-    asked = replace(asked, slots=1, sweeps=1, micro_batch_size=1)
+    asked = replace(asked, slots=1, sweeps=1, micro_batch_size=1, recompute="all")
     needed = {c: decide(SPEC, box(1 << 40), replace(asked, commit=c)).peak["host"] for c in ("hold", "shadow")}
     trained = SPEC.num_elements * (2 + 10)  # weights; low bits and two moments
     assert trained < needed["shadow"] - needed["hold"] < trained * 1.01
@@ -248,7 +248,7 @@ def test_written_bytes_are_what_goes_home_once_a_step() -> None:
 def test_more_tokens_hide_the_transfers() -> None:
     """With the tokens named the computation is the slowest lane, with a fifth fewer it is not."""
     place = Placement("disk", "disk", "disk", "disk", storage="bfloat16")
-    few = decide(SPEC, box(GIB), replace(WISHES, batch_size=1, max_length=16, **tiers_of(place)))
+    few = decide(SPEC, box(GIB), replace(WISHES, batch_size=1, max_length=16, recompute="all", **tiers_of(place)))
     need = few.smallest_tokens_per_step
     assert need is not None and few.bottleneck != "device"
     for tokens, hidden in ((need, True), (int(need * 0.8), False)):
