@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,6 +57,14 @@ class Probe:
         return tree_unflatten([_zeros(like) for like in likeness], out_spec)
 
 
+class Likeness(NamedTuple):
+    """What is kept of an output that was asked about."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
 def shapes_of(leaves: list[Any]) -> Shapes:
     """The shape of every tensor among flattened inputs or outputs; None for anything else."""
     return tuple(tuple(leaf.shape) if isinstance(leaf, Tensor) else None for leaf in leaves)
@@ -78,7 +86,7 @@ def faked(body: Body, leaves: list[Any], spec: TreeSpec) -> tuple[Shapes, TreeSp
                 f"{type(body.module).__name__}: what a micro-batch makes of it cannot be told without computing it"
                 f" ({str(error).splitlines()[0]}); set train.micro_batch_size = train.batch_size"
             ) from error
-    likeness = [(tuple(o.shape), o.dtype) if isinstance(o, Tensor) else o for o in out]
+    likeness = [Likeness(tuple(o.shape), o.dtype, o.device) if isinstance(o, Tensor) else o for o in out]
     return shapes_of(out), out_spec, likeness
 
 
@@ -93,9 +101,10 @@ def _asked(body: Body, leaves: list[Any], spec: TreeSpec, dtype: torch.dtype) ->
         made = mode.from_tensor(x)
         return made.to(dtype) if x.dtype == torch.float32 else made
 
+    device = next((x.device for x in leaves if isinstance(x, Tensor) and x.is_floating_point()), None)
     with mode, torch.no_grad():
         weights = {
-            place.name: torch.empty(place.module._parameters[place.attribute].shape, dtype=dtype)  # type: ignore[union-attr]
+            place.name: torch.empty(place.module._parameters[place.attribute].shape, dtype=dtype, device=device)  # type: ignore[union-attr]
             for place in body.places
         }
         args, kwargs = tree_unflatten([fake(x) for x in leaves], spec)
@@ -109,7 +118,7 @@ def _asked(body: Body, leaves: list[Any], spec: TreeSpec, dtype: torch.dtype) ->
 
 
 def _zeros(like: Any) -> Any:
-    return torch.zeros(like[0], dtype=like[1]) if isinstance(like, tuple) and isinstance(like[1], torch.dtype) else like
+    return torch.zeros(like.shape, dtype=like.dtype, device=like.device) if isinstance(like, Likeness) else like
 
 
 def one_more_row(tree: Any, rows: int) -> Any:

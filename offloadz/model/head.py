@@ -277,7 +277,7 @@ class _Targets:
                 f"labels have shape {tuple(labels.shape)} and dtype {labels.dtype}; needed: {tuple(hidden.shape[:2])},"
                 " one per position of the input, and torch.int64"
             )
-        labels = labels.cpu()
+        labels = stage.device.ask(labels)
         shifted = torch.full_like(labels, -100)
         shifted[:, :-1] = labels[:, 1:]
         mask = shifted != -100
@@ -314,9 +314,9 @@ class _TokenLogprobs(torch.autograd.Function):
         flat = hidden.reshape(-1, hidden.shape[-1])
         kept = graded and head.stage.keeps(seat.index, hidden)
         turn, begun = seat.begin("forward", graded, kept=kept), head.stage.session.begun
-        top = [torch.full((len(c),), float("-inf"), device=c.device) for c in targets.chunks]
-        total = [torch.zeros(len(c), device=c.device) for c in targets.chunks]
-        hit = [torch.zeros(len(c), device=c.device) for c in targets.chunks]
+        top = [torch.full((len(c),), float("-inf"), device=hidden.device) for c in targets.chunks]
+        total = [torch.zeros(len(c), device=hidden.device) for c in targets.chunks]
+        hit = [torch.zeros(len(c), device=hidden.device) for c in targets.chunks]
         for _ in seat.units:
             head.stage.session.compute(
                 lambda op: _reduce(head.scores(op, turn, flat, targets), targets, top, total, hit)

@@ -43,7 +43,7 @@ class TableSeat:
     def __call__(self, ids: Tensor) -> Tensor:
         stage = self.stage
         if stage.probe is not None:
-            return torch.zeros(*ids.shape, self.width, device=ids.device)
+            return torch.zeros(*ids.shape, self.width, device=stage.device.torch)
         graded = torch.is_grad_enabled() and self.trainable and not self.body.frozen()
         if graded:
             return _Lookup.apply(stage.anchor, self, ids)  # type: ignore[no-any-return]
@@ -53,7 +53,7 @@ class TableSeat:
         session = self.stage.session
         turn = session.begin("forward", self.index, 1, graded)
         out: list[Tensor] = []
-        session.compute(lambda op: out.append(self._look_up(ids.cpu())), on_host=True)
+        session.compute(lambda op: out.append(self._look_up(self.stage.device.ask(ids))), on_host=True)
         return out[0], turn
 
     def _look_up(self, ids: Tensor) -> Tensor:
@@ -147,8 +147,8 @@ class _Lookup(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, seat: TableSeat, ids: Tensor) -> Tensor:
-        ctx.seat, ctx.ids = seat, ids.cpu()  # ids are looked at on the host, here where no computation is in the way
-        out, ctx.turn = seat.forward(ids, True)
+        ctx.seat, ctx.ids = seat, seat.stage.device.ask(ids)  # here, where no computation is in the way
+        out, ctx.turn = seat.forward(ctx.ids, True)
         return out
 
     @staticmethod

@@ -72,6 +72,9 @@ class Device(Protocol):
     def bring(self, value: Any) -> Any:
         """Tensors, and those in dicts, lists and tuples, on the device; everything else as it is."""
 
+    def ask(self, value: Tensor) -> Tensor:
+        """A tensor on the host, where it can be looked at; waits for the computation that makes it."""
+
     def hold(self, source: Tensor) -> None:
         """Keep memory of the computation from being used anew before this stream has read it."""
 
@@ -119,6 +122,9 @@ class Cpu:
 
     def bring(self, value: Any) -> Any:
         return value
+
+    def ask(self, value: Tensor) -> Tensor:
+        return value.cpu()
 
     def hold(self, source: Tensor) -> None:
         """A thread that reads holds it."""
