@@ -25,9 +25,10 @@ from offloadz.plan.catalogue import FOLDER, machine_names, part, part_names, sou
 from offloadz.plan.footprint import Batch
 from offloadz.plan.headers import spec_from_formula
 from offloadz.plan.machine import Machine
-from offloadz.plan.placement import Placement
+from offloadz.plan.placement import Placement, home_bytes
 from offloadz.plan.predict import predict
 from offloadz.plan.search import Plan, Wishes, decide, human
+from offloadz.plan.share import Share
 from offloadz.plan.spec import ModelSpec
 
 ROOT = Path(__file__).parent.parent
@@ -104,6 +105,19 @@ def machine_table() -> str:
         lines.append(f"| {gib} GiB | " + " | ".join(cell(plans[name][row]) for name in MODELS) + " |")
     kept = [human(planned(model, MEMORIES_GIB[0], copies=1).peak["checkpoint"], up=True) for model in MODELS.values()]
     lines.append("| else, under `train.output` | " + " | ".join(kept) + " |")
+    return "\n".join(lines)
+
+
+def zero_table() -> str:
+    """Markdown: bytes a parameter that each rank keeps of a 6.7B in bfloat16, by stage and number of ranks."""
+    spec, kinds = spec_of(MODELS["6.7B"]), ("parameters", "gradients", "optimizer")
+    lines = ["| stage | ranks | " + " | ".join(kinds) + " | together |", "|---" * 6 + "|"]
+    for stage, ranks in ((0, 1), *((stage, ranks) for stage in (1, 2, 3) for ranks in (2, 4, 8))):
+        share = Share(0, ranks, stage)
+        held = home_bytes(spec.shared_by(share), Placement(storage="bfloat16", share=share))["host"]
+        each = [held[kind] / spec.num_elements for kind in kinds]
+        cells = [f"{number:.2f}" for number in (*each, sum(each))]
+        lines.append(f"| {stage} | {ranks if stage else 'any'} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -195,10 +209,12 @@ def between(text: str, content: str) -> str:
 def made() -> dict[Path, str]:
     """What each file should hold."""
     readme, step, machine = ROOT / "README.md", ROOT / "docs" / "step.md", ROOT / "docs" / "machine.md"
+    zero = ROOT / "docs" / "zero.md"
     return {
         readme: between(readme.read_text(encoding="utf-8"), machine_table()),
         step: between(step.read_text(encoding="utf-8"), f"```\n{program_text()}\n```"),
         machine: between(machine.read_text(encoding="utf-8"), catalogue_tables()),
+        zero: between(zero.read_text(encoding="utf-8"), zero_table()),
         ROOT / "docs" / "configuration.md": configuration_page(),
     }
 

@@ -71,7 +71,8 @@ def verb(work: Callable[..., int]) -> Callable[..., None]:
             if os.environ.get("OFFLOADZ_DEBUG", "") not in ("", "0"):
                 traceback.print_exc()
             else:
-                print(f"offloadz: {told(error)}", file=sys.stderr)
+                rank = os.environ.get("RANK", "") if os.environ.get("WORLD_SIZE", "1") != "1" else ""
+                print(f"offloadz{rank and f', rank {rank}'}: {told(error)}", file=sys.stderr)
             status = exit_status(error)
         raise typer.Exit(status)
 

@@ -8,7 +8,6 @@ so notes need the prefix `x-`.
 """
 
 import dataclasses
-import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -85,7 +84,6 @@ _LATER = "is not built yet"
 NOT_BUILT: tuple[NotBuilt, ...] = (
     NotBuilt("model.dtype", ("float16",), "is refused: its range needs a loss scaler", '"bfloat16" or "float32"'),
     NotBuilt("model.kernels", ("compile", "liger"), _LATER, '"auto" or "eager"'),
-    NotBuilt("offload.zero_stage", (1, 2, 3), "needs several ranks, which are not built yet", '"auto" or 0'),
 )
 
 
@@ -239,6 +237,3 @@ def _needed(config: Config, training: bool) -> Iterable[_Problem]:
         yield ("data.train",), missing + 'train = ["data.jsonl"]'
     if not config.train.output:
         yield ("train.output",), missing + 'output = "runs/my-run"'
-    ranks = os.environ.get("WORLD_SIZE", "1").strip()
-    if ranks not in ("", "0", "1"):
-        yield ("WORLD_SIZE (environment)",), f"found {ranks}: several ranks are not built yet; start one process"

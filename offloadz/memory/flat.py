@@ -71,6 +71,29 @@ def stored_sections(unit: Unit, buffer: Tensor) -> list[Tensor]:
     ]
 
 
+def shards_at_rest(unit: Unit, buffer: Tensor) -> list[Tensor]:
+    """This rank's shard of each section, padding included, in a buffer of the unit's weights at rest."""
+    first = [0 if unit.share.stage == 3 else unit.shard_of(i, unit.share.own).start for i in range(len(unit.sections))]
+    return [
+        typed(buffer, at + start * ITEM_BYTES[s.dtype], n, DTYPES[s.dtype])
+        for s, at, start, n in zip(unit.sections, unit.rest_offsets, first, unit.shard_elements, strict=True)
+    ]
+
+
+def padded_sections(unit: Unit, buffer: Tensor) -> list[Tensor]:
+    """All shards of each section, padding included, in a buffer of the unit's whole weights."""
+    return [
+        typed(buffer, at, n, DTYPES[s.dtype])
+        for s, at, n in zip(unit.sections, unit.weight_offsets, unit.padded_elements, strict=True)
+    ]
+
+
+def padded_slopes(unit: Unit, buffer: Tensor) -> list[Tensor]:
+    """All shards of each trained section of an fp32 gradient slot, padding included."""
+    sized = zip(unit.sections, unit.slope_offsets, unit.padded_elements, strict=True)
+    return [typed(buffer, at, n, torch.float32) for s, at, n in sized if s.trainable]
+
+
 def compute_sections(unit: Unit, buffer: Tensor, dtype: torch.dtype) -> list[Tensor]:
     """One flat view per section of a compute slot: `dtype`, or fp32 where the section is kept in it."""
     wide = [DTYPES["float32"] if ITEM_BYTES[s.dtype] > dtype.itemsize else dtype for s in unit.sections]

@@ -38,13 +38,15 @@ class Drives:
     io: str
     output: str | Path | None
     adopt: Path | None
+    rank: int = 0
+    """Which of several ranks these are for: each has its own directory there."""
 
     def open(self, plan: Plan, copies: int, saved: Saved | None) -> DiskTier:
         """The tier of a plan on these paths.
 
         Raises CannotGoOn where `saved` lies on other paths than these, DoesNotFit where one has no room at all.
         """
-        owner = owner_name(self.output)
+        owner = owner_name(self.output) + (f"/rank-{self.rank}" if self.rank else "")
         paths = self.paths if saved is None else _in_its_order(self.paths, saved, owner)
         transfers: list[NativeTransfer] = []
         tier = None

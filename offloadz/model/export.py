@@ -19,17 +19,19 @@ import torch
 from torch import Tensor, nn
 
 from offloadz.memory.flat import DTYPES, spans
-from offloadz.model.aside import appearing, clean_leftovers, require_room, write_text
+from offloadz.model.aside import clean_leftovers, write_text
 from offloadz.model.conversion import Cut, Layout
 from offloadz.model.files import StreamReader, StreamWriter
 from offloadz.model.linked import open_tensors
 from offloadz.model.manifest import BUFFERS, MODEL, read_manifest, verify
 from offloadz.model.sources import INDEX_FILE, SINGLE_FILE
+from offloadz.model.together import appearing_to_all, by_first, write_together, writes
 from offloadz.model.vocabulary import write_tokenizer
 from offloadz.model.weights import Names, declare_untied, names_of
 from offloadz.plan.errors import ConfigError, DamagedState
 from offloadz.plan.spec import Unit
 from offloadz.runtime import native
+from offloadz.runtime.ranks import Solo
 
 SMALL_FILES = (
     "tokenizer*",
@@ -58,9 +60,12 @@ class Stock(Protocol):
     """Which elements of it, for names that hold a part."""
     storage: dict[str, tuple[Shape, str]]
     """Canonical name -> logical shape and the dtype in which its working weight is kept."""
+    ranks: Solo
+    """Who writes together."""
 
     def pieces(self, dtype: str) -> Iterator[tuple[str, int, Tensor]]:
-        """(canonical name, first element, flat tensor in the dtype of `exported_dtype`), each element once."""
+        """(canonical name, first element, flat tensor in the dtype of `exported_dtype`), each element once over all
+        ranks."""
         ...
 
     def buffers(self) -> dict[str, Tensor]: ...
@@ -94,10 +99,11 @@ def export(run_or_checkpoint: Any, out: str | Path, dtype: str | None = None, sh
     buffers = {stock.buffer_name(name): buffer for name, buffer in stock.buffers().items()}
     entries = {name: (exported_dtype(stock, of, dtype), _shape(stock, name)) for name, of in stock.written.items()}
     entries |= {name: (buffer.dtype, tuple(buffer.shape)) for name, buffer in buffers.items()}
-    require_room(out.parent, sum(_size(*entry) for entry in entries.values()), "an export")
-    clean_leftovers(out.parent, out.name)
-    with appearing(out) as scratch:
-        stock.write_small_files(scratch, dtype)
+    nbytes = sum(_size(*entry) for entry in entries.values())
+    if stock.ranks.rank == 0:
+        clean_leftovers(out.parent, out.name)
+    with appearing_to_all(stock.ranks, out, nbytes, "an export") as scratch:
+        by_first(stock.ranks, lambda: stock.write_small_files(scratch, dtype))
         _write_weights(scratch, stock, buffers, entries, dtype, shard_bytes)
     return out
 
@@ -154,7 +160,8 @@ class RunStock(Stock):
     """The tensors of a live run."""
 
     def __init__(self, run: Any) -> None:
-        self._session, self._model = run.session, run.model
+        self._run, self._session, self._model = run, run.session, run.model
+        self.ranks: Solo = run.ranks
         self._names: Names = names_of(self._model)
         self.written: dict[str, str] = self._names.written
         self.cuts: dict[str, Cut] = self._names.cuts
@@ -168,7 +175,7 @@ class RunStock(Stock):
             raise ConfigError(f"names of the model and of its stored weights differ: {', '.join(absent[:10])}")
 
     def pieces(self, dtype: str) -> Iterator[tuple[str, int, Tensor]]:
-        for view in self._session.parts(write=False):
+        for view in self._session.parts(write=False) if writes(self._run) else ():
             flat = master_of(view.weight, view.low) if dtype == "float32" else view.weight
             for span in spans(view.unit, view.part):
                 name = span.member.name
@@ -200,7 +207,7 @@ class CheckpointStock(Stock):
     def __init__(self, directory: Path) -> None:
         told = read_manifest(directory)
         verify(directory, told)
-        self._directory, self._told = directory, told
+        self._directory, self._told, self.ranks = directory, told, Solo()
         self.written: dict[str, str] = told["written"]
         self.cuts: dict[str, Cut] = {name: Cut.from_told(cut) for name, cut in told.get("cuts", {}).items()}
         self._buffer_names: dict[str, str] = told.get("buffer_names", {})
@@ -281,19 +288,19 @@ def _write_weights(
     shards = _shards(entries, shard_bytes)
     where = {name: file for file, names in shards.items() for name in names}
     layout = Layout(stock.written, stock.cuts, {of: prod(shape) for of, (shape, _) in stock.storage.items()})
-    metadata = {"format": "pt", "writer": "offloadz"}
-    writers = {f: StreamWriter(directory / f, {n: entries[n] for n in ns}, metadata) for f, ns in shards.items()}
-    try:
+    files = {directory / file: {name: entries[name] for name in names} for file, names in shards.items()}
+
+    def fill(writers: dict[Path, StreamWriter]) -> None:
         for of, start, flat in stock.pieces(dtype):
             for name, at, piece in layout.spread(of, start, flat):
-                writers[where[name]].write(name, at, piece)
-        for name, buffer in buffers.items():
-            writers[where[name]].write(name, 0, buffer.reshape(-1))
-        for writer in writers.values():
-            writer.finish(verify=True)
-    finally:
-        for writer in writers.values():
-            writer.close()
+                writers[directory / where[name]].write(name, at, piece)
+        for name, buffer in buffers.items() if stock.ranks.rank == 0 else ():
+            writers[directory / where[name]].write(name, 0, buffer.reshape(-1))
+
+    metadata = {"format": "pt", "writer": "offloadz"}
+    write_together(stock.ranks, files, fill, metadata=metadata, verify=True)
+    if stock.ranks.rank:
+        return
     if len(shards) > 1:
         total = sum(_size(*entry) for entry in entries.values())
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(where.items()))}

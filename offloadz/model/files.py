@@ -14,7 +14,7 @@ import json
 import os
 import weakref
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -133,7 +133,8 @@ class _Written:
 class StreamWriter:
     """A new safetensors file of known names, dtypes and shapes, filled in any order, each element exactly once.
 
-    The file is private (0600) and its room is reserved at once, so a full disk shows before the first write.
+    The file is private (0600) and its room is reserved at once, so a full disk shows before the first write.  `joins`:
+    it is another process that makes and finishes it; what is written here it is told by `runs`.
     Raises DiskFailed for the drive, ValueError for an element written twice, never, or out of bounds.
     """
 
@@ -142,6 +143,7 @@ class StreamWriter:
         path: str | os.PathLike[str],
         entries: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
         metadata: Mapping[str, str] | None = None,
+        joins: bool = False,
     ) -> None:
         self.path = Path(path)
         header = _make_header(entries, metadata or {}, self.path)
@@ -150,7 +152,9 @@ class StreamWriter:
         self.header_crc = zlib.crc32(header)
         self.size_bytes = len(header) + sum(e.end - e.begin for e in self.entries.values())
         self._done = {name: _Written() for name in self.entries}
-        self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        self._fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC | (0 if joins else os.O_CREAT | os.O_EXCL), 0o600)
+        if joins:
+            return
         try:
             os.posix_fallocate(self._fd, 0, self.size_bytes)
             _write_all(self._fd, header, 0)
@@ -189,15 +193,31 @@ class StreamWriter:
         """
         told = {name: (NAMES[e.dtype], e.shape, self._join(name)) for name, e in self.entries.items()}
         record = FileRecord(self.size_bytes, self.header_crc, told)
-        try:
-            os.fsync(self._fd)
-        except OSError as error:
-            raise disk_failed(error, "flush", self.path, self.size_bytes) from error
+        self.sync()
         os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_DONTNEED)
         self.close()
         if verify:
             verify_file(self.path, record)
         return record
+
+    def sync(self) -> None:
+        """Bring what was written here to the drive."""
+        try:
+            os.fsync(self._fd)
+        except OSError as error:
+            raise disk_failed(error, "flush", self.path, self.size_bytes) from error
+
+    def runs(self) -> dict[str, list[tuple[int, int, int]]]:
+        """What was written here: per tensor (start element, stop, CRC-32) of each piece."""
+        return {name: [(a, *b) for a, b in done.runs.items()] for name, done in self._done.items() if done.runs}
+
+    def add_runs(self, told: Mapping[str, Sequence[Sequence[int]]]) -> None:
+        """What another process that joined has written."""
+        for name, pieces in told.items():
+            for start, stop, crc in pieces:
+                if start in self._done[name].runs:
+                    raise ValueError(f"{name} in {self.path}: element {start} was written twice")
+                self._done[name].runs[start] = (stop, crc)
 
     def close(self) -> None:
         """Drop the descriptor; a file that was not finished stays as it is, for its directory to be thrown away."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from offloadz.memory.flat import spans
 from offloadz.model.body import Place
+from offloadz.model.together import require_alone
 from offloadz.plan.errors import DoesNotFit
 from offloadz.plan.machine import host_limit
 from offloadz.runtime.session import Session
@@ -29,6 +30,7 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
 
 def put_back(model: nn.Module, session: Session, places: Sequence[Place]) -> None:
     """Put every weight where its parameter stood, tied ones as one object.  Raises DoesNotFit with both figures."""
+    require_alone(session.room.ranks, "run.close(materialize=True)")
     params = dict(model.named_parameters())
     need, free = sum(p.numel() * p.element_size() for p in params.values()), host_limit().available_bytes
     if need > free:

@@ -37,9 +37,12 @@ from offloadz.plan.kept import UNLIMITED, graph_token_bytes
 from offloadz.plan.machine import Machine, compute_dtype, probe_machine, with_device
 from offloadz.plan.placement import COMMITS, KINDS, TIERS
 from offloadz.plan.rooms import apart, rooms_of
-from offloadz.plan.search import Plan, Wishes, decide
+from offloadz.plan.search import Plan, Wishes
 from offloadz.plan.spec import ITEM_BYTES, ModelSpec
+from offloadz.plan.stages import decide_for
 from offloadz.runtime.devices import Device, device_named
+from offloadz.runtime.level import level
+from offloadz.runtime.ranks import Solo, join
 from offloadz.runtime.room import Room
 from offloadz.runtime.session import Session
 from offloadz.runtime.threads import update_threads
@@ -54,6 +57,10 @@ class RunUpdates:
     threads: int
     max_grad_norm: float
     seed: int
+
+
+SEED_STEP = 1 << 32
+"""Between the seeds of dropout of two ranks, whose rows are not the same."""
 
 
 def offload(
@@ -89,6 +96,7 @@ def offload(
     output: str | Path | None = None,
     copies: int = 1,
     adopt: Path | None = None,
+    zero_stage: str | int = "auto",
 ) -> Run:
     """Offload a module; returns the run that trains it.
 
@@ -99,7 +107,6 @@ def offload(
     rest, by default the parameters' own.  `micro_batch_size`, `batch_size` in rows, `max_length` in tokens (0: unknown,
     grows as met).  `blocks`: names of the lists of blocks, where the longest list is not meant.  `output`: directory of
     the run, which owns its swap directory.
-
     `slots`, `sweeps`: 0 leaves them to the plan.  `max_grad_norm`: 0 is off.  `commit`: auto, hold, shadow (updates
     as gradients come, into a second copy) or in_place (the same, nothing kept: no clipping, an error ends the run).
     `device`: what computes, auto | cpu | one of torch's (auto: the current accelerator, else the CPU), or a `Device`.
@@ -109,29 +116,29 @@ def offload(
     disk; from 2 on a step is there whole or not at all, from 3 on `run.save` makes hard links to one.  `adopt`: a
     directory of such state to take over instead of weights (CannotGoOn where it does not fit as it lies); what else it
     holds is for `model.state`.  `checksum`: CRC32C of every MiB there.  `io`: its back end, auto | io_uring | threads.
-
+    `zero_stage`: auto or 0 to 3, for several ranks (docs/zero.md), each with rows of its own of `batch_size` in all.
     Raises ConfigError for what is not built or wrong, DoesNotFit with numbers, before a weight is read.
     """
     tiers = {"parameters": parameters, "gradients": gradients, "optimizer_state": optimizer_state}
     _check_arguments(model, tiers | {"activations": activations}, optimizer, (host_memory, device_memory))
-    _check_kinds({"keep_float32": keep_float32, "freeze": freeze, "blocks": blocks}, copies)
+    _check_kinds(kept := {"keep_float32": keep_float32, "freeze": freeze, "blocks": blocks}, copies)
     _check_commit(plan.commit if plan is not None and commit == "auto" else commit, max_grad_norm)
-    stored = _stored(model, dtype)
+    stored, ranks = _stored(model, dtype), join()
     updates = RunUpdates(optimizer or AdamW(), update_threads(threads)[0], max_grad_norm, seed)
-    drawn = outline(model, stored, updates.settings.recipe, blocks=blocks, keep_float32=keep_float32, freeze=freeze)
-    paths = apart([swap] if isinstance(swap, str | Path) else swap)
-    computer = device_named(device)
+    drawn = outline(model, stored, updates.settings.recipe, **kept)
+    paths, computer = apart([swap] if isinstance(swap, str | Path) else swap), device_named(device)
     wishes = Wishes(
-        batch_size=batch_size or max(1, micro_batch_size) * max(1, sweeps), max_length=max_length or 512,
+        batch_size=batch_size or max(1, micro_batch_size) * max(1, sweeps) * ranks.size, max_length=max_length or 512,
         micro_batch_size=micro_batch_size, sweeps=sweeps, slots=slots, parameters=parameters, gradients=gradients,
         optimizer=optimizer_state, activations=activations, swap=bool(paths), commit=commit, recompute=recompute,
         disk_free=sum(rooms_of(paths, None)) if paths else None, host_memory=host_memory, threads=threads,
-        device_memory=device_memory, compute=compute_dtype(computer.facts, stored),
+        device_memory=device_memory, compute=compute_dtype(computer.facts, stored), zero_stage=zero_stage,
         random=isinstance(source_of(model), RandomSource), score_copies=_score_copies(model), copies=copies,
     )  # fmt: skip
-    plan = _settled(plan, drawn.spec, wishes, with_device(probe_machine(), computer.facts))
-    room = _furnish(drawn.spec, plan, Drives(paths, checksum, io, output, adopt), computer)
-    stage = Stage(Session(room, poison=poison, seed=seed), model, seed, _keeping(drawn.spec, plan, bool(batch_size)))
+    plan = _settled(plan, drawn.spec, wishes, with_device(probe_machine(), computer.facts), ranks)
+    room = _furnish(drawn.spec, plan, Drives(paths, checksum, io, output, adopt, ranks.rank), computer, ranks)
+    session, keeping = Session(room, poison=poison, seed=seed), _keeping(drawn.spec, plan, bool(batch_size))
+    stage = Stage(session, model, seed + ranks.rank * SEED_STEP, keeping)
     run = _stand_in(model, drawn, plan, stage, None if adopt else source_of(model) or ModuleSource(model), updates)
     run.stage.micro_rows = micro_batch_size or (plan.micro_batch_size if batch_size else 0)
     run.sweeps = sweeps or (plan.sweeps if batch_size else 1)
@@ -184,15 +191,17 @@ def _check_commit(commit: str, max_grad_norm: float) -> None:
         raise ConfigError(f"commit = 'in_place' cannot clip; found max_grad_norm = {max_grad_norm}, needed: 0")
 
 
-def _settled(plan: Plan | None, spec: ModelSpec, wishes: Wishes, machine: Machine) -> Plan:
+def _settled(plan: Plan | None, spec: ModelSpec, wishes: Wishes, machine: Machine, ranks: Solo) -> Plan:
     """The plan that is given, if it agrees with the wishes beside it, or the one that the wishes lead to."""
     if plan is not None:
         _check_agrees(plan, wishes)
         if plan.placement.unified != machine.unified:
             raise ConfigError(f"offload: device {machine.device} beside a plan for {plan.device}; give one of the two")
+        if plan.placement.share.ranks != ranks.size:
+            raise ConfigError(f"offload: a plan for {plan.placement.share.ranks} ranks, and there are {ranks.size}")
         if plan.recipe != spec.recipe.state:
             raise ConfigError(f"offload: state = {spec.recipe.state!r} beside a plan that says {plan.recipe!r}")
-    plan = plan or decide(spec, machine, wishes)
+    plan = plan or decide_for(spec, *level(machine, wishes, ranks))
     where = plan.placement
     if wishes.copies > 1 and not where.flips:
         raise ConfigError(
@@ -210,6 +219,7 @@ def _check_agrees(plan: Plan, wishes: Wishes) -> None:
     told |= {"slots": (wishes.slots or plan.slots, plan.slots), "sweeps": (wishes.sweeps or plan.sweeps, plan.sweeps)}
     told["commit"] = (wishes.commit, plan.commit)
     told["recompute"] = (wishes.recompute, {UNLIMITED: "none", -1: "all"}.get(plan.graph_room_bytes, "auto"))
+    told["zero_stage"] = (wishes.zero_stage, plan.placement.share.stage)
     told["copies"] = (wishes.copies if wishes.copies > 1 else plan.placement.copies, plan.placement.copies)
     for name, (wished, planned) in told.items():
         if wished not in ("auto", planned):
@@ -223,18 +233,22 @@ def _score_copies(model: nn.Module) -> int:
     return score_copies(getattr(config, "_attn_implementation", None) or "sdpa", told) if told else 0
 
 
-def _furnish(spec: ModelSpec, plan: Plan, drives: Drives, device: Device) -> Room:
+def _furnish(spec: ModelSpec, plan: Plan, drives: Drives, device: Device, ranks: Solo) -> Room:
     """The room of a plan, its buffers made and its extents reserved or taken over."""
     map_large_blocks()
     check_io(drives.io)
-    placement = replace(plan.placement, storage=spec.dtype, accumulate=plan.sweeps > 1)
+    if ranks.size > 1 and not plan.placement.unified:
+        raise ConfigError(f"{ranks.size} ranks on GPUs are not built; needed: offload.device = 'cpu', or one rank")
+    share = ranks.share(plan.placement.share.stage)
+    spec = spec.shared_by(share)
+    placement = replace(plan.placement, storage=spec.dtype, accumulate=plan.sweeps > 1, share=share)
     on_disk = "disk" in (placement.parameters, placement.gradients, placement.optimizer, placement.activations)
     if on_disk and not drives.paths:
         raise ConfigError("something is placed on disk and swap is empty; name a directory in offload.swap")
     copies = placement.copies if placement.ending else 1
     saved = adoptable(drives.adopt, spec, copies if placement.flips else 1) if drives.adopt else None
     disk = drives.open(plan, copies, saved) if on_disk else None
-    room = Room(spec, placement, disk, device=device)
+    room = Room(spec, placement, disk, ranks, device=device)
     try:
         room.build(plan.batch.tokens_per_micro * spec.hidden_size * ITEM_BYTES[placement.compute])
     except BaseException:
@@ -269,11 +283,12 @@ def fill(session: Session, source: Source) -> None:
     last = {
         m.name: (i, k)
         for i, u in enumerate(session.spec.units)
-        for k, p in enumerate(u.parts)
-        for m in (s.member for s in spans(u, p))
+        for k in u.own_parts
+        for m in (s.member for s in spans(u, u.parts[k]))
     }
     for index, unit in enumerate(session.spec.units):
-        for k, part in enumerate(unit.parts):
+        for k in unit.own_parts:
+            part = unit.parts[k]
             master = torch.empty(part.num_elements, dtype=torch.float32)
             for span in spans(unit, part):
                 master[span.part_slice] = source.read(
@@ -283,6 +298,7 @@ def fill(session: Session, source: Source) -> None:
             for span in spans(unit, part):
                 if last[span.member.name] == (index, k):
                     source.release(span.member.name)
+    session.spread()
 
 
 def _assemble(

@@ -22,17 +22,18 @@ import torch
 from torch import Tensor, nn
 
 from offloadz.model.arrivals import Arrivals
-from offloadz.model.axes import cut_rows
 from offloadz.model.blocks import BlockSeat
 from offloadz.model.head import HeadSeat, LossHead
 from offloadz.model.materialize import move_buffers, put_back
 from offloadz.model.optimizer import RunOptimizer
 from offloadz.model.packed import require_apart
 from offloadz.model.stage import Stage
+from offloadz.model.sweeps import swept, with_positions
 from offloadz.model.tables import TableSeat
 from offloadz.plan.errors import ConfigError
 from offloadz.plan.ops import LANES, Op
 from offloadz.runtime.meter import process_bytes
+from offloadz.runtime.ranks import Solo
 from offloadz.runtime.session import Session
 
 Batch = Mapping[str, Any]
@@ -122,8 +123,7 @@ class Run:
             self._allow_sums()
             self.session.expect_more()
             self._open_step()
-            self.session.descend(loss)
-            self.report.loss += float(loss.detach())  # behind it: reading it earlier would wait for the forward
+            self.report.loss += self._mean_over_ranks(loss)
 
     def update(self) -> None:
         """Clip and update with the gradients of the backward passes since the last update."""
@@ -164,8 +164,9 @@ class Run:
         labels = batch["labels"]
         if labels.dim() != 2:
             raise ConfigError(f"labels have shape {tuple(labels.shape)}; needed: (rows, length)")
-        num_targets = int((labels[:, 1:] != -100).sum())
-        self.report.tokens = int(batch["attention_mask"].sum()) if "attention_mask" in batch else labels.numel()
+        tokens = int(batch["attention_mask"].sum()) if "attention_mask" in batch else labels.numel()
+        told = self.ranks.totals(tokens, int((labels[:, 1:] != -100).sum()))
+        self.report.tokens, num_targets = map(int, told)
         self.report.target_tokens = num_targets
         if num_targets == 0:
             self.report.skipped, self.report.reason = True, "no target tokens"
@@ -178,26 +179,16 @@ class Run:
             kept.append(logp.detach())
             self.session.descend(logp, torch.full_like(logp, -1.0 / num_targets))
         losses = [value for logp in kept for value in logp.double().reshape(-1).tolist()]
-        return -math.fsum(losses) / num_targets
+        return -self.ranks.totals(math.fsum(losses))[0] / num_targets
 
     def _sweeps(self, batch: dict[str, Any]) -> list[dict[str, Any]]:
         """The batch cut by rows into passes of whole micro-batches."""
-        rows = batch["labels"].shape[0]
-        batch = self._with_positions(batch)
-        ranges = self.stage.ranges(rows)
-        per_sweep = -(-len(ranges) // min(self.sweeps, len(ranges)))
-        groups = [ranges[i : i + per_sweep] for i in range(0, len(ranges), per_sweep)]
-        if len(groups) > 1:
+        if sum(isinstance(s, TableSeat) for s in self.seats) > 1:
+            batch = with_positions(batch)
+        found = swept(batch, self.stage.ranges(len(batch["labels"])), self.sweeps, self.ranks)
+        if len(found) > 1:
             self._allow_sums()
-        return [cut_rows(batch, rows, g[0][0], g[-1][0] + g[-1][1]) for g in groups]
-
-    def _with_positions(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Positions per row for a model that looks them up in a table: then no row's gradient depends on another's."""
-        looked_up = sum(isinstance(s, TableSeat) for s in self.seats) > 1
-        if looked_up and "attention_mask" in batch and "position_ids" not in batch and "input_ids" in batch:
-            rows, length = batch["input_ids"].shape
-            batch["position_ids"] = torch.arange(length).expand(rows, length)
-        return batch
+        return found
 
     def _by_function(self, batch: Batch, loss_fn: Callable[[nn.Module, Batch], Tensor]) -> float:
         if self.sweeps > 1:
@@ -209,8 +200,13 @@ class Run:
         loss = loss_fn(self.model, self.stage.device.bring(dict(batch)))
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             raise ConfigError(f"loss_fn returned {type(loss).__name__}; needed: a tensor with one element")
-        self.session.descend(loss)
-        return float(loss.detach())
+        return self._mean_over_ranks(loss)
+
+    def _mean_over_ranks(self, loss: Tensor) -> float:
+        """Backward of a caller's loss, of which nobody knows what it is a mean over: of the ranks' mean, its value."""
+        self.session.descend(loss / self.ranks.size)
+        # Behind it: reading it earlier would wait for the forward.
+        return self.ranks.totals(float(loss.detach()))[0] / self.ranks.size
 
     def _open_step(self) -> None:
         """The report of a step begins with its first backward pass."""
@@ -223,6 +219,7 @@ class Run:
         """Norm, clipping, and the decision whether this step is applied."""
         if not self.report.skipped:
             squares = self.session.finish(self._scatter)
+            self.stage.touched.update(*self.ranks.each(sorted(self.stage.touched)))
             self._judge(math.sqrt(squares) if squares >= 0 and math.isfinite(squares) else float("nan"))
         self._note_times()
         self.optimizer.in_update = True
@@ -262,6 +259,11 @@ class Run:
         if isinstance(table, TableSeat):
             table.scatter(op)
 
+    @property
+    def ranks(self) -> Solo:
+        """The ranks that train this model together; those in one call what the others call."""
+        return self.session.room.ranks
+
     def _allow_sums(self) -> None:
         if not self.session.placement.accumulate:
             self.session.allow_sums()
@@ -271,6 +273,7 @@ class Run:
         self._give_up_rows()
         self.stage.root = None
         self._arrivals.tear("an error came before its end")
+        self.ranks.give_up()
         self._arrivals.forget()
         if self._stepping:
             self._stepping = False

@@ -18,12 +18,31 @@ import torch
 
 from offloadz.memory.flat import spans
 from offloadz.model import flips
-from offloadz.model.aside import appearing, require_room
 from offloadz.model.export import RunStock, master_of
 from offloadz.model.files import FileRecord, StreamReader, StreamWriter
 from offloadz.model.linked import Tensors, open_tensors
-from offloadz.model.manifest import BUFFERS, MANIFEST, MODEL, MOMENTS, WEIGHTS, read_manifest, verify, write_manifest
-from offloadz.model.told import check_groups, fill_buffers, moving_of, restore, static_of, write_buffers
+from offloadz.model.manifest import (
+    BUFFERS,
+    MANIFEST,
+    MODEL,
+    MOMENTS,
+    WEIGHTS,
+    decode,
+    encode,
+    read_manifest,
+    verify,
+    write_manifest,
+)
+from offloadz.model.together import appearing_to_all, by_first, together, write_together, writes
+from offloadz.model.told import (
+    check_groups,
+    fill_buffers,
+    moving_of,
+    random_states,
+    restore,
+    static_of,
+    write_buffers,
+)
 from offloadz.plan.errors import ConfigError
 from offloadz.plan.footprint import EXTRA_ROOM_BYTES
 from offloadz.runtime.rest import set_weight
@@ -62,17 +81,22 @@ def save_state(
         if reason != shadow.told:
             log.warning("from %s on written out as safetensors instead of linked: %s", target, reason)
         shadow.told = reason
-    stock = RunStock(run)
+    stock, ranks = RunStock(run), run.ranks
     weights, moments = _planned(stock)
-    buffers = stock.buffers()
-    require_room(target.parent, _size(weights) + _size(moments) + EXTRA_ROOM_BYTES, "a checkpoint")
-    with appearing(target) as scratch:
-        (scratch / MODEL).mkdir(mode=0o700)
-        stock.write_small_files(scratch / MODEL, None)
+    buffers, states = stock.buffers(), decode(ranks.each(encode(random_states())))
+    nbytes = _size(weights) + _size(moments) + EXTRA_ROOM_BYTES
+    with appearing_to_all(ranks, target, nbytes, "a checkpoint") as scratch:
         records = _write_state(scratch, run, weights, moments)
-        records[BUFFERS] = write_buffers(scratch / BUFFERS, buffers)
-        # Asked for after the state was streamed, when all updates are counted.
-        write_manifest(scratch, {**static_of(stock), **moving_of(run, extra), "order": order}, records)
+
+        def ended() -> None:
+            (scratch / MODEL).mkdir(mode=0o700)
+            stock.write_small_files(scratch / MODEL, None)
+            records[BUFFERS] = write_buffers(scratch / BUFFERS, buffers)
+            # Asked for after the state was streamed, when all updates are counted.
+            told = {**static_of(stock), **moving_of(run, extra), "random_of_ranks": states, "order": order}
+            write_manifest(scratch, told, records)
+
+        by_first(ranks, ended)
     return target
 
 
@@ -86,14 +110,14 @@ def load_state(path: Path, run: Any, *, checked: bool = False, adopted: bool = F
     path = Path(path)
     told = read_manifest(path)
     if not (checked or adopted):
-        verify(path, told)
+        by_first(run.ranks, lambda: verify(path, told))
     stock = RunStock(run)
     check_groups(run, told["groups"])
     if not adopted:
         with open_tensors(path, told) as (weights, moments):
             _require_match(path, stock, weights, moments)
-            for view in run.session.parts(write=True):
-                _fill(view, weights, moments)
+            together(run.ranks, lambda: _fill_all(run, weights, moments))
+        run.session.spread()
     with StreamReader(path / BUFFERS) as reader:
         fill_buffers(stock.buffers_in_place(), {name: reader.read(name) for name in reader.entries})
     return restore(run, told)
@@ -117,20 +141,23 @@ def _planned(stock: RunStock) -> tuple[Planned, Planned]:
 
 
 def _write_state(scratch: Path, run: Any, weights: Planned, moments: Planned) -> dict[str, FileRecord]:
-    """Stream every part once into both files."""
-    writers = {WEIGHTS: StreamWriter(scratch / WEIGHTS, weights), MOMENTS: StreamWriter(scratch / MOMENTS, moments)}
-    try:
-        for view in run.session.parts(write=False):
+    """Stream every part once into both files: each rank its own, rank 0 all where all have the same."""
+
+    def fill(writers: dict[Path, StreamWriter]) -> None:
+        for view in run.session.parts(write=False) if writes(run) else ():
             value = master_of(view.weight, view.low) if view.trained else view.weight
             for span in spans(view.unit, view.part):
                 name, cut = span.member.name, span.part_slice
-                writers[WEIGHTS].write(name, span.first_element, value[cut])
+                writers[scratch / WEIGHTS].write(name, span.first_element, value[cut])
                 for kind, moment in view.moments.items():
-                    writers[MOMENTS].write(f"{name}.{kind}", span.first_element, moment[cut])
-        return {name: writer.finish() for name, writer in writers.items()}
-    finally:
-        for writer in writers.values():
-            writer.close()
+                    writers[scratch / MOMENTS].write(f"{name}.{kind}", span.first_element, moment[cut])
+
+    return write_together(run.ranks, {scratch / WEIGHTS: weights, scratch / MOMENTS: moments}, fill)
+
+
+def _fill_all(run: Any, weights: Tensors, moments: Tensors) -> None:
+    for view in run.session.parts(write=True):
+        _fill(view, weights, moments)
 
 
 def _fill(view: Any, weights: Tensors, moments: Tensors) -> None:

@@ -82,7 +82,29 @@ class TableSeat:
             self.module.padding_idx = padding
 
     def rows(self, wanted: Tensor) -> Tensor:
-        """Rows (sorted unique ids, on the host) in storage dtype, from wherever the tiles lie, and there."""
+        """Rows (sorted unique ids, on the host) in storage dtype, from wherever the tiles lie, on whichever rank."""
+        ranks, keeper = self.stage.session.room.ranks, self._keepers(wanted)
+        where = [(keeper == rank).nonzero().squeeze(1) for rank in range(ranks.size)]
+        found = ranks.rows([wanted[at] for at in where], self._rows_here, f"look-up in {self.name}")
+        if len(found) == 1:
+            return found[0]
+        out = found[0].new_empty(wanted.numel(), self.width)
+        for at, rows in zip(where, found, strict=True):
+            out[at] = rows
+        return out
+
+    def _keepers(self, wanted: Tensor) -> Tensor:
+        """The rank that each row is read from: this one, but where ranks keep nothing but their shards."""
+        spec, ranks = self.stage.session.spec, self.stage.session.room.ranks
+        keeper = torch.full_like(wanted, ranks.rank)
+        for unit in (spec.units[u] for u in self.units if spec.share.stage == 3):
+            member = unit.sections[0].members[0]
+            inside = (wanted >= member.first_row) & (wanted < member.first_row + member.shape[0])
+            keeper[inside] = (wanted[inside] - member.first_row) * self.width // unit.shard_elements[0]
+        return keeper
+
+    def _rows_here(self, wanted: Tensor) -> Tensor:
+        """Rows (sorted unique ids, on the host) whose tiles are at rest on this rank, and there."""
         room = self.stage.session.room
         dtype = DTYPES[room.spec.units[self.units[0]].sections[0].dtype]
         home = room.device.torch if room.is_away(room.home_tier("w")) else torch.device("cpu")
@@ -91,7 +113,10 @@ class TableSeat:
         for unit in self.units:
             owner = room.spec.units[unit]
             first_row = owner.sections[0].members[0].first_row
-            for k, part in enumerate(p for p in owner.parts if p.section == 0):  # a tied head's bias has no rows
+            for k in owner.kept_parts:
+                part = owner.parts[k]
+                if part.section:  # a tied head's bias has no rows
+                    continue
                 lo, hi = (first_row + e // self.width for e in (part.start, part.stop))
                 a, b = torch.searchsorted(wanted, torch.tensor([lo, hi])).tolist()
                 if a == b:

@@ -53,9 +53,17 @@ def restore(run: Any, told: Mapping[str, Any]) -> dict[str, Any]:
     run.session.step = int(told["step"])
     for group, settings in zip(_groups(run), told["groups"], strict=True):
         group.update(settings)
-    set_random_states(told["random"])
+    states = told.get("random_of_ranks", [])  # as many as there were
+    set_random_states(states[run.ranks.rank] if run.ranks.rank < len(states) else told["random"])
     extra: dict[str, Any] = told["extra"]
     return extra
+
+
+def seed_all(seed: int) -> None:
+    """Python's, numpy's and torch's generators: a model's own code may draw from any."""
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
 
 
 def random_states() -> dict[str, Any]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from offloadz.memory.flat import spans
 from offloadz.model.optimizer import check_group
+from offloadz.model.together import require_alone
 from offloadz.plan.errors import ConfigError, DoesNotFit
 from offloadz.plan.machine import host_limit
 from offloadz.plan.recipes import Recipe
@@ -31,6 +32,7 @@ def state_dict(run: Any) -> dict[str, Any]:
 
     Raises DoesNotFit where the tensors would not fit into the memory that is available.
     """
+    require_alone(run.ranks, "run.optimizer.state_dict()")
     run.flush()
     optimizer, steps = run.optimizer, run.session.steps
     params = [(n, p) for g in optimizer.param_groups for n, p in zip(g["names"], g["params"], strict=True)]
@@ -75,6 +77,7 @@ def load_state_dict(run: Any, told: Mapping[str, Any]) -> None:
     sides have the same names (`param_names`).  Raises ConfigError before anything is changed: another number of groups
     or parameters, other shapes, the state of another rule, amsgrad, maximize, nesterov, dampening.
     """
+    require_alone(run.ranks, "run.optimizer.load_state_dict()")
     run.flush()
     optimizer = run.optimizer
     saved = _matched(optimizer, told)

@@ -31,3 +31,7 @@ class UpdateFailed(RuntimeError):
 
 class CannotGoOn(RuntimeError):
     """State on disk that is whole cannot become that of this run as it lies there; the message says why."""
+
+
+class RankFailed(RuntimeError):
+    """Another rank has ended, did something else, or did not come in time; the message names rank and operation."""

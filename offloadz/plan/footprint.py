@@ -21,6 +21,9 @@ from offloadz.plan.kept import graph_kept_bytes, kept_bytes
 from offloadz.plan.placement import Placement, home_bytes, passing_bytes, slot_bytes
 from offloadz.plan.spec import ITEM_BYTES, ModelSpec, Unit, aligned
 
+COMPUTED = ("compute", "shard", "whole")
+"""Tiers of slots that lie in the memory of the device."""
+
 PHASES = ("data", "load", "step", "save", "export")
 TIERS = ("device", "host", "disk", "checkpoint")
 
@@ -140,7 +143,7 @@ def footprint(
         step["device"]["driver and libraries"] = DRIVER_BYTES
         step["device"]["rounding and widening"] = rounding_bytes(spec, placement)
     for name, nbytes in slots.items():
-        step[main if "compute" in name else "host"][name] = nbytes
+        step[main if name.split()[1].startswith(COMPUTED) else "host"][name] = nbytes
     step[main] |= working
     step["disk"] = dict(rest["disk"])
     step.setdefault(kept_tier, {})["saved inputs"] = kept

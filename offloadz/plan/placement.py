@@ -2,14 +2,16 @@
 
 The same functions answer the plan (how many bytes per tier) and the session (which buffers to make), so the two cannot
 disagree.  Tiers: `disk`, `host`, `device` (kept there between steps) and `compute` (the slot a block computes from).
-Where two tiers are the same memory in the same dtype the step between them is left out of the route; on a CPU with
-fp32 weights a block computes straight from the buffer the drive wrote into.
+Over several ranks `whole` is where weights are put together of all ranks' shards, `shard` where a gradient is summed
+over them.  Where two tiers are the same memory in the same dtype the step between them is left out of the route; on a
+CPU with fp32 weights a block computes straight from the buffer the drive wrote into.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from offloadz.plan.share import ALONE, Share
 from offloadz.plan.spec import ITEM_BYTES, ModelSpec, Unit, aligned
 
 TIERS = ("device", "host", "disk")
@@ -42,6 +44,8 @@ class Placement:
     commit: str = "hold"
     """When a unit is updated, and when that is final: `hold` (both once the whole gradient is known), `shadow` (as its
     gradient comes, beside what is valid; final once the whole gradient is known), `in_place` (both as it comes)."""
+    share: Share = ALONE
+    """What of everything is kept by this rank of several."""
 
     @property
     def state_on_disk(self) -> bool:
@@ -75,7 +79,9 @@ class Placement:
     def weight_route(self) -> tuple[str, ...]:
         """Tiers from the home of the weights to where a block computes from them."""
         route = {"disk": ("disk", "host"), "host": ("host",), "device": ("device",)}[self.parameters]
-        direct = not self.widens and (self.unified or self.parameters == "device")
+        if self.share.stage == 3:  # over each rank's own bus, then between devices
+            route = (*route, "whole") if self.unified or self.parameters == "device" else (*route, "shard", "whole")
+        direct = not self.widens and (self.unified or self.parameters == "device" or "whole" in route)
         return route if direct else (*route, "compute")
 
     @property
@@ -126,11 +132,17 @@ def slot_bytes(spec: ModelSpec, placement: Placement, saved_bytes: int = 0) -> d
     pools: dict[str, int] = {}
     if "host" in placement.weight_route[1:]:
         pools["host.w"] = max(u.weight_bytes for u in spec.units)
+    if "shard" in placement.weight_route:
+        pools["shard.w"] = max(u.weight_bytes for u in spec.units)
+    if "whole" in placement.weight_route:
+        pools["whole.w"] = max(u.whole_bytes for u in spec.units)
     if "compute" in placement.weight_route:
         pools["compute.w"] = max(u.compute_bytes(item) for u in spec.units)
     if not parts:
         return pools
     pools["compute.g"] = max(u.slope_bytes for u in spec.units)
+    if placement.share.shards > 1:
+        pools["shard.g"] = pools["compute.g"]  # every rank's terms of the own shard: as many as the whole has
     if placement.gradients == "disk" or placement.commit == "in_place":
         pools["host.g"] = max(u.grad_bytes(accumulates(spec, placement, i)) for i, u in enumerate(spec.units))
     if "host" in placement.part_route[1:]:

@@ -30,6 +30,10 @@ MANY_TOKENS, FEW_TOKENS = 1024, 128
 PART_BYTES = 2 * PART_ELEMENTS
 """Length of the extents that rates ending in `_parts` are of."""
 
+NET_RATE = 1.0e9
+"""Bytes/s that come to a rank from the others of its machine, gloo over the loopback device (typical, unverified); with
+GPUs their bus."""
+
 PIECE_BYTES = 1 << 20
 """What one checksum covers (`memory/tier.py`, which a plan does not import)."""
 
@@ -95,7 +99,9 @@ class Costs:
     """Seconds of an op on its lane."""
 
     def __init__(self, spec: ModelSpec, placement: Placement, batch: Batch, machine: Machine) -> None:
-        self.spec, self.placement, self.batch, self.rates = spec, placement, batch, machine.rates
+        self.spec, self.placement, self.batch = spec, placement, batch
+        net = NET_RATE if placement.unified else machine.rates["h2d"]  # no machine file tells it
+        self.rates = {"net": net, **machine.rates}
         self.cores = machine.cores
         self.saved_bytes = saved_bytes(spec, placement, batch)
         rate, state = machine.update_rate(spec.recipe.state)  # of AdamW in a format; another is as fast as its bytes
@@ -133,9 +139,10 @@ class Costs:
             return aligned(self.nbytes(op))
         unit, sums = self.spec.units[op.unit], accumulates(self.spec, self.placement, op.unit)
         total = 0
-        for part in (unit.parts[k] for k in unit.trained_parts):
+        open_sum = op.verb.endswith(".sum")
+        for part in (unit.parts[k] for k in (unit.summed_parts if open_sum else unit.trained_parts)):
             room = part.num_elements * 4 if sums else part.weight_bytes
-            whole = room if op.verb.endswith(".sum") else min(aligned(part.weight_bytes, PIECE_BYTES), room)
+            whole = room if open_sum else min(aligned(part.weight_bytes, PIECE_BYTES), room)
             total += aligned(whole)
         return total
 

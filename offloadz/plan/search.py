@@ -79,6 +79,8 @@ class Wishes:
     """Which blocks run again in the backward: auto (as far as there is no room for their graphs) | all | none."""
     commit: str = "auto"
     """`in_place` is only taken where it is asked for: a step that fails half-way then ends the run."""
+    ranks: int = 1
+    zero_stage: str | int = "auto"  # see stages.py
 
 
 @dataclass(frozen=True)
@@ -161,11 +163,11 @@ class Plan:
         )  # fmt: skip
         found = {key: getattr(self, key) for key in same}
         found["placement"] = {kind: getattr(self.placement, kind) for kind in KINDS}
+        found |= {"zero_stage": self.placement.share.stage, "ranks": self.placement.share.ranks}
         found["compute"], found["storage"] = self.placement.compute, self.placement.storage
         found["copies"], found["keep"], found["linked"] = self.placement.copies, self.keep, self.linked
         found["kept_graphs"] = self.placement.kept
-        found["terms"] = self.footprint.terms
-        found["reasons"] = list(self.reasons)
+        found["terms"], found["reasons"] = self.footprint.terms, list(self.reasons)
         return found | self.wear.to_json()
 
 
@@ -333,7 +335,7 @@ def _ladder(spec: ModelSpec, machine: Machine, wishes: Wishes) -> Iterator[Place
             parameters=chosen["parameters"], gradients=chosen["gradients"], optimizer=chosen["optimizer"],
             activations=chosen["activations"], unified=machine.unified, compute=wishes.compute, storage=spec.dtype,
             accumulate=wishes.sweeps > 1, commit="hold" if wishes.commit == "auto" else wishes.commit,
-            kept=len(spec.unfolding_seats) if wishes.recompute == "none" else 0,
+            share=spec.share, kept=len(spec.unfolding_seats) if wishes.recompute == "none" else 0,
         )  # fmt: skip
         yield replace(placement, copies=copy_choices(placement, wishes.keep, wishes.copies, wishes.linkable)[0])
 

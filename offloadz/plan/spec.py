@@ -3,8 +3,9 @@
 A *unit* is what moves as one: a repeated block, a single module outside the blocks, or one vocabulary tile of a table.
 Inside a unit parameters lie one behind the other in flat *sections*, one per (storage dtype, trainable); a section is
 cut into *parts*, the pieces that an update reads and writes, so that no buffer needs to hold a whole unit's optimizer
-state.  A *seat* is a place in the user's model where computation happens (a stand-in sits there); it uses one unit, or
-for a table all its tiles.  Names of parameters occur here and in the files that read and write checkpoints alone.
+state.  Over several ranks a section is first cut into equal *shards*, one for each, and these into parts.  A *seat* is
+a place in the user's model where computation happens (a stand-in sits there); it uses one unit, or for a table all its
+tiles.  Names of parameters occur here and in the files that read and write checkpoints alone.
 
 The trade-off: parts of 4 Mi elements cost one more operation per 40 MiB of state, and bound the buffers of a 13B block
 (317 M parameters, 3.2 GB of fp32 state) to 40 MiB a slot.
@@ -15,9 +16,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import product
 from math import lcm, prod
 
 from offloadz.plan.recipes import EXACT, Recipe, check_recipe, num_blocks
+from offloadz.plan.share import ALONE, Share
 
 PAGE_BYTES = 4096
 """Alignment of every extent, slot and section: what direct I/O asks for."""
@@ -92,6 +95,8 @@ class Part:
     recipe: Recipe = EXACT
     num_blocks: int = 0
     """Blocks that share a scale: the members' runs inside the part, each cut from its own start."""
+    shard: int = 0
+    """The shard it lies in: the rank whose it is."""
 
     @property
     def num_elements(self) -> int:
@@ -131,6 +136,7 @@ class Unit:
     """block | module | tile"""
     sections: tuple[Section, ...]
     recipe: Recipe = EXACT
+    share: Share = ALONE
 
     @cached_property
     def num_elements(self) -> int:
@@ -145,36 +151,92 @@ class Unit:
         return self.num_trainable > 0
 
     @cached_property
+    def shard_elements(self) -> tuple[int, ...]:
+        """Elements of a shard of each section: equal, on pages, of tables in whole rows; the last may reach beyond."""
+        if self.share.shards == 1:
+            return tuple(s.num_elements for s in self.sections)
+        step = PAGE_BYTES // 2 if self.kind != "tile" else _page_of_rows(self.sections[0].members[0].shape[-1])
+        return tuple(aligned(-(-s.num_elements // self.share.shards), step) for s in self.sections)
+
+    @cached_property
+    def padded_elements(self) -> tuple[int, ...]:
+        """Elements of each section where it is whole: all its shards."""
+        return tuple(n * self.share.shards for n in self.shard_elements)
+
+    def shard_of(self, section: int, shard: int) -> slice:
+        """Where a shard lies in its section."""
+        return slice(shard * self.shard_elements[section], (shard + 1) * self.shard_elements[section])
+
+    @cached_property
     def parts(self) -> tuple[Part, ...]:
-        """Every section cut into runs of about PART_ELEMENTS, frozen ones too (they are loaded, never updated).
+        """Every shard cut into runs of about PART_ELEMENTS, frozen ones too (they are loaded, never updated).
 
         Tiles are cut between rows, so that a row to be looked up lies in one part.
         """
         cuts = []
         step = PART_ELEMENTS if self.kind != "tile" else _whole_rows(self.sections[0].members[0].shape[-1])
-        for index, section in enumerate(self.sections):
-            for start in range(0, section.num_elements, step):
-                stop = min(start + step, section.num_elements)
+        for (index, section), shard in product(enumerate(self.sections), range(self.share.shards)):
+            within = self.shard_of(index, shard)
+            end = min(within.stop, section.num_elements)
+            for start in range(within.start, end, step):
+                stop = min(start + step, end)
                 blocks = sum(num_blocks(stop - start) for start, stop in section.runs(start, stop))
-                cuts.append(Part(index, start, stop, section.dtype, self.recipe, blocks))
+                cuts.append(Part(index, start, stop, section.dtype, self.recipe, blocks, shard))
         return tuple(cuts)
 
     @cached_property
+    def own_parts(self) -> tuple[int, ...]:
+        """Parts of this rank's shards: what it loads, updates and saves."""
+        return tuple(k for k, part in enumerate(self.parts) if part.shard == self.share.own)
+
+    @cached_property
+    def kept_parts(self) -> tuple[int, ...]:
+        """Parts whose weights are at rest here."""
+        return self.own_parts if self.share.stage == 3 else tuple(range(len(self.parts)))
+
+    @cached_property
     def trained_parts(self) -> tuple[int, ...]:
+        """Parts with optimizer state here."""
+        return tuple(k for k in self.own_parts if self.sections[self.parts[k].section].trainable)
+
+    @cached_property
+    def summed_parts(self) -> tuple[int, ...]:
+        """Parts of which a sum of gradients is kept while further terms may come."""
+        if not self.share.sums_whole:
+            return self.trained_parts
         return tuple(k for k, part in enumerate(self.parts) if self.sections[part.section].trainable)
 
     @cached_property
     def weight_offsets(self) -> tuple[int, ...]:
-        """Byte offset of each section in the unit's weight buffer."""
-        return _running(aligned(s.num_elements * ITEM_BYTES[s.dtype]) for s in self.sections)[:-1]
+        """Byte offset of each section in a buffer of the unit's whole weights."""
+        return _running(self._weight_sizes(self.padded_elements))[:-1]
+
+    @cached_property
+    def whole_bytes(self) -> int:
+        """Bytes of the unit's whole weights as they are stored."""
+        return _running(self._weight_sizes(self.padded_elements))[-1]
+
+    @cached_property
+    def rest_offsets(self) -> tuple[int, ...]:
+        """Byte offset of what is at rest here of each section: of its shard, or of all."""
+        return _running(self._weight_sizes(self._rest_elements))[:-1]
 
     @cached_property
     def weight_bytes(self) -> int:
-        return _running(aligned(s.num_elements * ITEM_BYTES[s.dtype]) for s in self.sections)[-1]
+        """Bytes of the unit's weights at rest."""
+        return _running(self._weight_sizes(self._rest_elements))[-1]
+
+    @property
+    def _rest_elements(self) -> tuple[int, ...]:
+        return self.shard_elements if self.share.stage == 3 else self.padded_elements
+
+    def _weight_sizes(self, counts: tuple[int, ...]) -> list[int]:
+        return [aligned(n * ITEM_BYTES[s.dtype]) for n, s in zip(counts, self.sections, strict=True)]
 
     def part_weight_offset(self, part: Part) -> int:
-        """Byte offset of a part in the unit's weight buffer."""
-        return self.weight_offsets[part.section] + part.start * ITEM_BYTES[part.dtype]
+        """Byte offset of a part in the unit's weights at rest."""
+        first = self.shard_of(part.section, self.share.own).start if self.share.stage == 3 else 0
+        return self.rest_offsets[part.section] + (part.start - first) * ITEM_BYTES[part.dtype]
 
     def compute_offsets(self, item_bytes: int) -> tuple[int, ...]:
         """Byte offset of each section in a compute slot whose elements have `item_bytes` (fp32 sections stay fp32)."""
@@ -184,16 +246,20 @@ class Unit:
         return _running(self._compute_sizes(item_bytes))[-1]
 
     def _compute_sizes(self, item_bytes: int) -> list[int]:
-        return [aligned(s.num_elements * max(item_bytes, ITEM_BYTES[s.dtype])) for s in self.sections]
+        sized = zip(self.padded_elements, self.sections, strict=True)
+        return [aligned(n * max(item_bytes, ITEM_BYTES[s.dtype])) for n, s in sized]
 
     @cached_property
     def slope_offsets(self) -> tuple[int, ...]:
         """Byte offset of each section in an fp32 gradient slot; frozen sections take no room."""
-        return _running(aligned(s.num_elements * 4) if s.trainable else 0 for s in self.sections)[:-1]
+        return _running(self._slope_sizes())[:-1]
 
     @cached_property
     def slope_bytes(self) -> int:
-        return sum(aligned(s.num_elements * 4) for s in self.sections if s.trainable)
+        return _running(self._slope_sizes())[-1]
+
+    def _slope_sizes(self) -> list[int]:
+        return [aligned(n * 4) * s.trainable for n, s in zip(self.padded_elements, self.sections, strict=True)]
 
     def grad_offset(self, part: int, accumulate: bool) -> int:
         """Byte offset of a part in the unit's stored gradient; frozen parts take no room."""
@@ -206,9 +272,8 @@ class Unit:
     @cached_property
     def _grad_offsets(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Running sums of the parts' gradients, rounded and as fp32; kept, because lanes ask once per part and step."""
-        trained = [self.sections[p.section].trainable for p in self.parts]
-        rounded = (aligned(p.weight_bytes) * t for p, t in zip(self.parts, trained, strict=True))
-        summed = (aligned(p.num_elements * 4) * t for p, t in zip(self.parts, trained, strict=True))
+        rounded = (aligned(p.weight_bytes) * (k in self.trained_parts) for k, p in enumerate(self.parts))
+        summed = (aligned(p.num_elements * 4) * (k in self.summed_parts) for k, p in enumerate(self.parts))
         return _running(rounded), _running(summed)
 
     @cached_property
@@ -220,7 +285,7 @@ class Unit:
         return _running(self._state_sizes())[-1]
 
     def _state_sizes(self) -> list[int]:
-        return [aligned(p.state_bytes) if self.sections[p.section].trainable else 0 for p in self.parts]
+        return [aligned(p.state_bytes) * (k in self.trained_parts) for k, p in enumerate(self.parts)]
 
 
 @dataclass(frozen=True)
@@ -247,6 +312,8 @@ class ModelSpec:
     num_heads: int = 0
     recipe: Recipe = EXACT
     """How the optimizer's state is stored, in every unit."""
+    share: Share = ALONE
+    """What of every unit is this rank's."""
 
     @property
     def num_elements(self) -> int:
@@ -256,6 +323,10 @@ class ModelSpec:
         """The same model under another recipe; ConfigError where it has no meaning for the weights' dtype."""
         check_recipe(recipe, self.dtype)
         return replace(self, units=tuple(replace(u, recipe=recipe) for u in self.units), recipe=recipe)
+
+    def shared_by(self, share: Share) -> ModelSpec:
+        """The same model as one of several ranks holds it."""
+        return replace(self, units=tuple(replace(u, share=share) for u in self.units), share=share)
 
     @cached_property
     def part_kinds(self) -> tuple[tuple[Part, bool], ...]:
@@ -300,9 +371,14 @@ class ModelSpec:
         return frozenset(u for u in used if used.count(u) > 1)
 
 
+def _page_of_rows(width: int) -> int:
+    """Elements that are whole rows and whole pages in every dtype."""
+    return lcm(width, PAGE_BYTES // 2)
+
+
 def _whole_rows(width: int) -> int:
     """Elements of a part that is whole rows and starts on a page in every dtype."""
-    unit = lcm(width, PAGE_BYTES // 2)
+    unit = _page_of_rows(width)
     return max(1, PART_ELEMENTS // unit) * unit
 
 

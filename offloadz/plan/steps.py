@@ -14,7 +14,7 @@ for the state.  With `commit = "in_place"` there is no spare and nothing is kept
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from offloadz.plan.ops import Program
@@ -65,7 +65,12 @@ class Updates:
     """Updates by themselves (a flush)."""
 
 
-Phase = Forward | Backward | Finish | Updates
+@dataclass(frozen=True)
+class Spread:
+    """Weights that were filled by shards, given to all ranks."""
+
+
+Phase = Forward | Backward | Finish | Updates | Spread
 
 
 def graph_of(turn: Turn, unit: int, micro: int) -> tuple[str, ...]:
@@ -101,6 +106,9 @@ def build(
         elif isinstance(phase, Finish):
             script.updates(tuple(script.pending))
             script.finish(phase.tables)
+        elif isinstance(phase, Spread):
+            for unit in range(len(spec.units)):
+                script.spread(unit)
         else:
             script.updates(tuple(script.pending))
     script.apply()
@@ -118,10 +126,17 @@ class Script(Upkeep):
 
     def weights(self, unit: int) -> tuple[str, ...]:
         """Bring a unit's weights to where a block computes, from the slot they were updated in or from home."""
-        route, nbytes = self.placement.weight_route, self.spec.units[unit].weight_bytes
+        route, owner = self.placement.weight_route, self.spec.units[unit]
+        at = route.index("whole") if "whole" in route else len(route)
         if held := self.updated.pop(unit, ()):
-            return self.along(route[1:], "w", f"w{unit}", held, unit=unit, nbytes=nbytes)
-        return self.carry("w", route, unit, nbytes)
+            places = self.along(route[1:at], "w", f"w{unit}", held, unit=unit, nbytes=owner.weight_bytes)
+        else:
+            places = self.carry("w", route[:at], unit, owner.weight_bytes)
+        if at == len(route):
+            return places
+        whole, nbytes = (f"w{unit}@whole",), owner.whole_bytes
+        self.emit("net", "gather.w", reads=places, writes=whole, unit=unit, nbytes=self.from_others(nbytes))
+        return self.along(route[at:], "w", f"w{unit}", whole, unit=unit, nbytes=nbytes)
 
     def forward(self, turn: Turn) -> None:
         """A turn forward, behind the updates it needs: a table is looked up at home, other weights are brought.
@@ -212,10 +227,30 @@ class Script(Upkeep):
         slope = (f"g{unit}@compute",)
         nbytes = self.spec.units[unit].slope_bytes
         if self.grads.get(unit) == "sum":
-            self.carry("g", tuple(reversed(self.placement.grad_route)), unit, nbytes)
+            route = tuple(reversed(self.placement.grad_route))
+            self.along(route, "g", f"g{unit}", self.sums(unit, route[0]), unit=unit, nbytes=nbytes)
+            if not self.placement.share.sums_whole:
+                self.ops[-1] = replace(self.ops[-1], verb="seed.g")
         else:
             self.emit("h2d", "zero.g", writes=slope, unit=unit, nbytes=nbytes)
         return slope
+
+    def sums(self, unit: int, tier: str) -> tuple[str, ...]:
+        """Places of a gradient at rest that further terms may come to."""
+        return tuple(f"g{unit}.{k}@{tier}" for k in self.spec.units[unit].summed_parts)
+
+    def over_ranks(self, unit: int, last: bool) -> tuple[str, ...]:
+        """The gradient over all ranks, of which each gets its shard; a sum that is kept whole, when it is complete."""
+        places, share = (f"g{unit}@compute",), self.placement.share
+        if share.ranks == 1 or (share.sums_whole and not last):
+            return places
+        nbytes = self.from_others(self.spec.units[unit].slope_bytes)
+        if share.shards == 1:
+            self.emit("net", "sum.g", reads=places, writes=places, unit=unit, nbytes=2 * nbytes)
+            return places
+        target = (f"g{unit}@shard",)
+        self.emit("net", "scatter.g", reads=places, writes=target, unit=unit, nbytes=nbytes)
+        return target
 
     def close_gradient(self, unit: int, last: bool, held: tuple[str, ...] = ()) -> None:
         """Send a gradient home: rounded once and measured if `last`, else as the fp32 sum it is.
@@ -226,13 +261,14 @@ class Script(Upkeep):
             return
         if not last and not accumulates(self.spec, self.placement, unit):
             raise RuntimeError(f"{self.spec.units[unit].name}: several backward turns in a step planned for one")
-        places: tuple[str, ...] = (f"g{unit}@compute",)
+        places = self.over_ranks(unit, last)
         in_place = last and self.placement.commit == "in_place"
         route = ("compute", "host") if in_place else self.placement.grad_route
         for tier, onward in pairwise(route):
             lane, verb = HOPS[tier, onward]
             final = onward == route[-1] and not in_place
-            target = self.home("g", unit, onward) if final else (f"g{unit}@{onward}",)
+            home = self.home("g", unit, onward) if last else self.sums(unit, onward)
+            target = home if final else (f"g{unit}@{onward}",)
             verb = f"{verb}.g" if tier != "compute" else ("drain.g" if last else "save.g")
             verb += ".sum" if tier != "compute" and not last else ""
             self.emit(lane, verb, reads=places, writes=target, unit=unit, nbytes=self.grad_bytes(unit, last))
@@ -243,9 +279,10 @@ class Script(Upkeep):
             self.apply()  # the one slot of gradients is needed again
 
     def grad_bytes(self, unit: int, last: bool) -> int:
-        """Bytes a gradient moves: in each section's own dtype once rounded, else fp32."""
-        trained = (s for s in self.spec.units[unit].sections if s.trainable)
-        return sum(s.num_elements * (ITEM_BYTES[s.dtype] if last else 4) for s in trained)
+        """Bytes a gradient moves on this rank: in each section's own dtype once rounded, else fp32."""
+        owner = self.spec.units[unit]
+        moving = (owner.parts[k] for k in (owner.trained_parts if last else owner.summed_parts))
+        return sum(p.num_elements * (ITEM_BYTES[p.dtype] if last else 4) for p in moving)
 
     def finish(self, tables: tuple[int, ...]) -> None:
         """Add the rows of looked-up tables, round what is still an open sum, then the norm over all gradients."""

@@ -27,6 +27,8 @@ HOPS = {
     ("host", "device"): ("h2d", "raise"),
     ("compute", "host"): ("d2h", "save"),
     ("compute", "device"): ("d2h", "save"),
+    ("host", "shard"): ("h2d", "fetch"),
+    ("whole", "compute"): ("h2d", "fetch"),
 }
 """Lane and verb of each step of a route."""
 
@@ -72,7 +74,7 @@ class Upkeep:
         """Places of a value at rest: one per part, so that an update of one part holds up nobody else."""
         stored = {"p": "w", "h": "g"}.get(kind, kind)
         owner = self.spec.units[unit]
-        every = owner.trained_parts if stored in "gs" else range(len(owner.parts))
+        every = owner.kept_parts if stored == "w" else owner.trained_parts
         return tuple(f"{stored}{unit}.{k}@{tier}" for k in ([part] if part >= 0 else every))
 
     def apply(self) -> None:
@@ -122,10 +124,36 @@ class Upkeep:
         whole = self.carry("w", ("disk", "host"), unit, owner.weight_bytes) if in_slot else ()
         for part in owner.trained_parts:
             self.update(unit, part, known=(NORM,), weights=whole)
+        self.spread(unit, whole)
         if whole:  # behind all updates: a store of a part reads the slot that the next part's update writes
             for part in owner.trained_parts:
                 self.put_back("p", whole, self.placement.part_route, unit, part, owner.parts[part].weight_bytes)
             self.updated[unit] = whole
+
+    def spread(self, unit: int, slot: tuple[str, ...] = ()) -> None:
+        """Give the weights of this rank's shards to all, and take theirs, where weights are whole at rest.
+
+        `slot`: the host slot they were updated in, if they were.
+        """
+        if not self.placement.share.spreads:
+            return
+        owner, tier = self.spec.units[unit], self.placement.parameters
+        own = tuple(f"w{unit}.{k}@{tier}" for k in owner.own_parts)
+        every = self.home("w", unit, tier)
+        size, coming = {"unit": unit, "nbytes": owner.weight_bytes}, self.from_others(owner.weight_bytes)
+        if tier != "disk":
+            self.emit("net", "spread.w", reads=own, writes=every, unit=unit, nbytes=coming)
+            return
+        if not slot:
+            slot = (f"w{unit}@host",)
+            self.emit("disk_read", "load.own", reads=own, writes=slot, **size)
+        self.emit("net", "spread.w", reads=slot, writes=slot, unit=unit, nbytes=coming)
+        others = tuple(place for place in every if place not in own)
+        self.emit("disk_write", "store.others", reads=slot, writes=others, **size)
+
+    def from_others(self, nbytes: int) -> int:
+        """Of the bytes of all shards, those that come over the net."""
+        return nbytes * (self.placement.share.ranks - 1) // self.placement.share.ranks
 
     def update(
         self,

@@ -37,8 +37,9 @@ from offloadz.plan.machine import DeviceFacts, Drive, Machine, compute_dtype, pr
 from offloadz.plan.positions import positions_note
 from offloadz.plan.recipes import recipe_of
 from offloadz.plan.rooms import apart, drive_of, room_at, rooms_of, shared_lines
-from offloadz.plan.search import Plan, Wishes, decide, human
+from offloadz.plan.search import Plan, Wishes, human
 from offloadz.plan.spec import ModelSpec
+from offloadz.plan.stages import decide_for
 
 if TYPE_CHECKING:
     from offloadz.config import Config
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
 SETTABLE = {
     **dict.fromkeys(("host_memory", "device_memory", "disk_free", "endurance"), BYTES),
     "cores": COUNT,
+    "ranks": COUNT,
     **dict.fromkeys(PARTS, TEXT),
     **UNITS["rates"],
     "bandwidth": RATE,
@@ -65,7 +67,7 @@ class Question:
     """What the user should know, and need not change."""
 
     def answer(self) -> Plan:
-        return decide(self.spec, self.machine, self.wishes)
+        return decide_for(self.spec, self.machine, self.wishes)
 
 
 def question(
@@ -180,6 +182,7 @@ def wishes_of(config: Config, model_config: dict[str, Any]) -> Wishes:
         activations=offload.activations,
         recompute=offload.recompute,
         commit=offload.commit,
+        zero_stage=offload.zero_stage,
         swap=bool(swap),
         disk_free=sum(rooms_of(swap, output)) if swap else None,
         checkpoint_free=room_at(output, swap, output) if output is not None else None,
@@ -239,6 +242,8 @@ def _set(machine: Machine, wishes: Wishes, key: str, found: float, source: str) 
         if machine.unified:
             raise ValueError(f"{machine.name} computes on its CPU: its memory is host_memory")
         return replace(machine, device_bytes=int(found)), wishes
+    if key == "ranks":
+        return machine, replace(wishes, ranks=int(found))
     if key == "cores":
         return replace(machine, cores=int(found)), wishes
     if key == "disk_free":

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from offloadz.memory.flat import DTYPES, spans, typed
+from offloadz.memory.flat import DTYPES, padded_sections, padded_slopes, shards_at_rest, spans, typed
 from offloadz.plan.ops import Op
 from offloadz.plan.spec import aligned
 from offloadz.runtime import native
@@ -20,9 +20,9 @@ from offloadz.runtime.room import Room
 
 
 def load_w(room: Room, op: Op) -> None:
-    """All parts of a unit's weights, from disk into one host slot."""
+    """The parts of a unit's weights that are at rest here, from disk into one host slot."""
     whole = room.slots[op.writes[0]]
-    for part, place in enumerate(op.reads):
+    for part, place in zip(room.spec.units[op.unit].kept_parts, op.reads, strict=True):
         room.drive.read(room.extents[place], room.part_bytes("w", op.unit, part, whole))
 
 
@@ -61,7 +61,7 @@ def copy_part(room: Room, op: Op) -> None:
 def load_g(room: Room, op: Op) -> None:
     """A unit's open gradient sum, from disk into one host slot."""
     whole = room.slots[op.writes[0]]
-    for part, place in zip(room.spec.units[op.unit].trained_parts, op.reads, strict=True):
+    for part, place in zip(room.spec.units[op.unit].summed_parts, op.reads, strict=True):
         room.drive.read(room.extents[place], room.part_bytes("g", op.unit, part, whole))
 
 
@@ -77,7 +77,7 @@ def store_g(room: Room, op: Op) -> None:
 def store_g_sum(room: Room, op: Op) -> None:
     """A unit's open gradient sum, part by part, from its host slot to disk."""
     whole = room.slots[op.reads[0]]
-    for part, place in zip(room.spec.units[op.unit].trained_parts, op.writes, strict=True):
+    for part, place in zip(room.spec.units[op.unit].summed_parts, op.writes, strict=True):
         room.drive.write(room.extents[place], room.part_bytes("g", op.unit, part, whole))
 
 
@@ -106,7 +106,7 @@ def zero_g(room: Room, op: Op) -> None:
 def fetch_g(room: Room, op: Op) -> None:
     """An open gradient sum into the gradient slot."""
     unit, slopes = room.spec.units[op.unit], room.slopes(op.unit, op.writes[0])
-    for k in unit.trained_parts:
+    for k in unit.summed_parts:
         part = unit.parts[k]
         native.copy_(
             slopes[part.section][part.start : part.stop], room.grad_part(op.unit, k, op.reads[0], torch.float32)
@@ -116,7 +116,7 @@ def fetch_g(room: Room, op: Op) -> None:
 def save_g(room: Room, op: Op) -> None:
     """The gradient slot to its home as the fp32 sum it is."""
     unit, slopes = room.spec.units[op.unit], room.slopes(op.unit, op.reads[0])
-    for k in unit.trained_parts:
+    for k in unit.summed_parts:
         part = unit.parts[k]
         native.copy_(
             room.grad_part(op.unit, k, op.writes[0], torch.float32), slopes[part.section][part.start : part.stop]
@@ -130,6 +130,58 @@ def drain_g(room: Room, op: Op) -> None:
         part = unit.parts[k]
         target = room.grad_part(op.unit, k, op.writes[0], DTYPES[part.dtype])
         room.squares[op.unit, k] = native.drain_(target, slopes[part.section][part.start : part.stop])
+
+
+def seed_g(room: Room, op: Op) -> None:
+    """A gradient slot set to zero but for this rank's open sum: then the sum over ranks has it once."""
+    zero_g(room, op)
+    fetch_g(room, op)
+
+
+def gather_w(room: Room, op: Op) -> None:
+    """A unit's whole weights, from every rank's shards."""
+    unit = room.spec.units[op.unit]
+    shards = shards_at_rest(unit, room.resting("w", op.unit, op.reads))
+    for whole, own in zip(padded_sections(unit, room.slots[op.writes[0]]), shards, strict=True):
+        room.ranks.gather(whole, own, f"{op.verb} of {unit.name}")
+
+
+def spread_w(room: Room, op: Op) -> None:
+    """The shards that this rank has updated to all, theirs into their places among the weights at rest."""
+    unit = room.spec.units[op.unit]
+    held = room.resting("w", op.unit, op.writes)
+    for whole, own in zip(padded_sections(unit, held), shards_at_rest(unit, held), strict=True):
+        room.ranks.gather(whole, own, f"{op.verb} of {unit.name}")
+
+
+def load_own(room: Room, op: Op) -> None:
+    """The parts of a unit's weights that this rank updates, from disk into one host slot."""
+    whole = room.slots[op.writes[0]]
+    for part, place in zip(room.spec.units[op.unit].own_parts, op.reads, strict=True):
+        room.drive.read(room.extents[place], room.part_bytes("w", op.unit, part, whole))
+
+
+def store_others(room: Room, op: Op) -> None:
+    """The parts of a unit's weights that the other ranks have updated, from one host slot to disk."""
+    whole, unit = room.slots[op.reads[0]], room.spec.units[op.unit]
+    others = (k for k in unit.kept_parts if k not in unit.own_parts)
+    for part, place in zip(others, op.writes, strict=True):
+        room.drive.write(room.extents[place], room.part_bytes("w", op.unit, part, whole))
+
+
+def scatter_g(room: Room, op: Op) -> None:
+    """The gradient slot summed over ranks, this rank's shards of it into another slot, at their places in the whole."""
+    unit = room.spec.units[op.unit]
+    terms = padded_slopes(unit, room.slots[op.writes[0]])
+    for whole, term in zip(padded_slopes(unit, room.slots[op.reads[0]]), terms, strict=True):
+        room.ranks.scatter(whole, term, f"{op.verb} of {unit.name}")
+
+
+def sum_g(room: Room, op: Op) -> None:
+    """The gradient slot summed over ranks."""
+    unit = room.spec.units[op.unit]
+    for whole in padded_slopes(unit, room.slots[op.writes[0]]):
+        room.ranks.sum(whole, f"{op.verb} of {unit.name}")
 
 
 def save_x(room: Room, op: Op) -> None:
@@ -212,6 +264,13 @@ ACTIONS: dict[str, Callable[[Room, Op], None]] = {
     "store.x": store_x,
     "fetch.w": fetch_w,
     "fetch.g": fetch_g,
+    "seed.g": seed_g,
+    "gather.w": gather_w,
+    "spread.w": spread_w,
+    "load.own": load_own,
+    "store.others": store_others,
+    "scatter.g": scatter_g,
+    "sum.g": sum_g,
     "zero.g": zero_g,
     "save.g": save_g,
     "drain.g": drain_g,

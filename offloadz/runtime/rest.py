@@ -40,10 +40,11 @@ class PartView:
 
 
 def parts(room: Room, write: bool = False) -> Iterator[PartView]:
-    """Every part of the model, in order; with `write`, what the caller changed goes home as it moves on."""
+    """Every part of the model that is this rank's, in order; with `write`, what the caller changed goes home as it
+    moves on (and to the other ranks by a `spread`)."""
     for index, unit in enumerate(room.spec.units):
-        for k, part in enumerate(unit.parts):
-            yield from _visit(room, index, k, part, write)
+        for k in unit.own_parts:
+            yield from _visit(room, index, k, unit.parts[k], write)
 
 
 def put(room: Room, index: int, k: int, master: Tensor) -> None:

@@ -28,6 +28,7 @@ from offloadz.memory.tier import PIECE_BYTES, Extent, rounded
 from offloadz.plan.placement import Placement, accumulates, passing_bytes, rests, slot_bytes, spares
 from offloadz.plan.spec import ModelSpec, Part, Unit, aligned
 from offloadz.runtime.devices import Cpu, Device
+from offloadz.runtime.ranks import Solo
 
 ROLES = {
     "w": ("state", "weights", "parameters"),
@@ -44,6 +45,10 @@ Sizes = dict[Any, int]
 """Name of a slot, or (kind, unit), to bytes."""
 
 
+LEFT: list[HostPool] = []
+"""Memory of ended runs that a lane may still write to, such as one that waits for a rank that will not come."""
+
+
 @dataclass
 class Room:
     """All memory of a run.  `disk` may be None where nothing is placed there."""
@@ -51,6 +56,7 @@ class Room:
     spec: ModelSpec
     placement: Placement
     disk: DiskTier | None = None
+    ranks: Solo = field(default_factory=Solo)
     slots: dict[str, Tensor] = field(default_factory=dict)
     """Slot name (`host.w#1`) to its bytes."""
     homes: dict[tuple[str, int], Tensor] = field(default_factory=dict)
@@ -169,13 +175,18 @@ class Room:
             for index, unit in enumerate(self.spec.units):
                 if kind == "g" and not rests(self.spec, self.placement, index):
                     continue
-                for k in range(len(unit.parts)) if kind == "w" else unit.trained_parts:
+                for k in self._resting(kind, index, unit):
                     nbytes = self._part_bytes(kind, index, unit.parts[k])
                     if nbytes:
                         name = f"{role}/{unit.name}#{k}"
                         self.extents[f"{kind}{index}.{k}@disk"] = self.drive.reserve(area, name, nbytes)
         if self.disk is not None:
             self.disk.allocate()
+
+    def _resting(self, kind: str, index: int, unit: Unit) -> tuple[int, ...]:
+        """Parts of a unit of which this rank keeps weights, state or gradients."""
+        sums = kind == "g" and accumulates(self.spec, self.placement, index)
+        return unit.kept_parts if kind == "w" else unit.summed_parts if sums else unit.trained_parts
 
     def _part_bytes(self, kind: str, index: int, part: Part) -> int:
         if kind == "g":
@@ -221,6 +232,10 @@ class Room:
     def unit_bytes(self, kind: str, unit: int, place: str) -> Tensor:
         """The buffer of a whole unit: the slot named by `place`, else its home."""
         return self.slots[place] if "#" in place else self.homes[kind, unit]
+
+    def resting(self, kind: str, unit: int, places: tuple[str, ...]) -> Tensor:
+        """The buffer that holds what a rank keeps of a unit, which may be no part at all: a slot, or its home."""
+        return self.unit_bytes(kind, unit, places[0] if places else "")
 
     def stored_weights(self, unit: int, place: str) -> list[Tensor]:
         return stored_sections(self.spec.units[unit], self.unit_bytes("w", unit, place))
@@ -315,7 +330,7 @@ class Room:
         homes = {key: aligned(n) for key, n in self._home_sizes() if n and key[0] == "g"}
         self.pools.append(self._lay(sizes, homes, {}))
         for index, unit in enumerate(self.spec.units if placement.gradients == "disk" else ()):
-            for k in unit.trained_parts:
+            for k in unit.summed_parts:
                 nbytes = self._part_bytes("g", index, unit.parts[k])
                 extent = self.drive.reserve("scratch", f"gradient_sums/{unit.name}#{k}", nbytes)
                 self.extents[f"g{index}.{k}@disk"] = extent
@@ -349,6 +364,11 @@ class Room:
         self.live.clear()
         self.shapes.clear()
         self.graphs.clear()
+
+    def leave_memory(self) -> None:
+        """Have `close` leave the pools as they are: a lane that was left behind may still write to them."""
+        LEFT.extend([*self.pools, *([self.grown] if self.grown else [])])
+        self.pools, self.grown = [], None
 
     def close(self, keep_state: bool = False) -> None:
         """Give all memory back; scratch goes, state too unless it is to be kept."""

@@ -27,7 +27,7 @@ from torch import Tensor
 from offloadz.plan.errors import UpdateFailed
 from offloadz.plan.ops import LANES, Op, Program
 from offloadz.plan.passes import compiled
-from offloadz.plan.steps import Backward, Finish, Forward, Phase, Turn, Updates, build
+from offloadz.plan.steps import Backward, Finish, Forward, Phase, Spread, Turn, Updates, build
 from offloadz.plan.walk import Frontier, Walk
 from offloadz.runtime.device_actions import TABLES
 from offloadz.runtime.devices import delays
@@ -35,7 +35,7 @@ from offloadz.runtime.lanes import InlineLane, WorkerLane
 from offloadz.runtime.rest import PartView, parts, put
 from offloadz.runtime.room import Room
 
-WORKERS = tuple(lane for lane in LANES if lane not in ("device", "net"))
+WORKERS = tuple(lane for lane in LANES if lane != "device")
 
 Told = tuple[str, Turn | Finish, bool]
 """What is announced: the verb, the turn, and whether gradients are rounded there."""
@@ -114,7 +114,9 @@ class Session:
             self.allow_sums()
         turn = Turn(seat, self.calls if call < 0 else call, micros, graded, kept)
         last = verb == "forward" or self.rounds
-        if not (self.script and self.walk is not None and self.script[0] == (verb, turn, last)):
+        expected = bool(self.script) and self.walk is not None and self.script[0] == (verb, turn, last)
+        told = f"{verb} of {self.spec.seats[seat].name} (call {turn.call}, {graded}, {last})"
+        if not self.room.ranks.agree(told, expected):
             self._replan(verb, turn)
         self.script.popleft()
         if verb == "forward":
@@ -216,7 +218,8 @@ class Session:
             seat for seat in self.tables_used if any(self.spec.units[u].trainable for u in self.spec.seats[seat].units)
         )
         end = Finish(tables)
-        if not (self.script and self.script[0] == ("finish", end, True)):
+        expected = bool(self.script) and self.script[0] == ("finish", end, True)
+        if not self.room.ranks.agree(f"end of the step's gradients (tables {tables})", expected):
             self.settle()
             self._start((end,))
         self.script.popleft()
@@ -227,7 +230,8 @@ class Session:
                     self.compute(partial(scatter, seat))
         self.compute(_nothing, on_host=True)
         self.room.forget_inputs()
-        return sum(float(self.room.squares[key]) for key in sorted(self.room.squares))
+        squares = sum(float(self.room.squares[key]) for key in sorted(self.room.squares))
+        return self.room.ranks.totals(squares)[0] if self.spec.share.stage else squares
 
     def commit(self, units: tuple[int, ...], due: dict[str, tuple[dict[str, Any], ...]], taken: bool = False) -> None:
         """The step is decided: updates of `units` are due, with settings now fixed, or are done and `taken`."""
@@ -336,6 +340,8 @@ class Session:
 
     def fit_saved(self, nbytes: int) -> None:
         """Make room for saved inputs of `nbytes` per micro-batch."""
+        if "disk" in self.placement.saved_route:
+            nbytes = self.room.ranks.most(nbytes)  # ranks settle together or not at all
         if not self.room.fits_saved(nbytes):
             self.settle()
             self.room.grow_saved(nbytes)
@@ -349,6 +355,11 @@ class Session:
         """Set a part's weights from fp32 values; see `rest.put`."""
         put(self.room, index, k, master)
 
+    def spread(self) -> None:
+        """After `parts` or `put` have written: weights that are whole at rest are given to all ranks."""
+        self._start((Spread(),))
+        self.settle()
+
     def allow_sums(self) -> None:
         """From now on several backward passes may add to a gradient: its home holds fp32 sums."""
         self.settle()
@@ -361,7 +372,8 @@ class Session:
         until_s = time.monotonic() + CLOSE_S
         self.arrive = lambda unit: None  # it leads to the run, whose lanes' threads may outlive it
         for lane in self.workers.values():
-            lane.close(max(0.0, until_s - time.monotonic()))
+            if not lane.close(max(0.0, until_s - time.monotonic())):
+                self.room.leave_memory()
         self.inline.close()
         self.walk = None
         self.script.clear()

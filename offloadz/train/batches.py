@@ -60,18 +60,28 @@ class Loader:
     """
 
     def __init__(
-        self, dataset: Dataset, batch_size: int, seed: int = 0, shuffle: bool = True, num_batches: int | None = None
+        self,
+        dataset: Dataset,
+        batch_size: int,
+        seed: int = 0,
+        shuffle: bool = True,
+        num_batches: int | None = None,
+        deal: tuple[int, int] = (0, 1),
     ):
-        """Serve `batch_size` rows at a time; iteration ends after `num_batches` in all (None: never)."""
+        """Serve `batch_size` rows at a time; iteration ends after `num_batches` in all (None: never).
+
+        `deal`: of each batch only the rows that fall to this rank of so many, dealt in turn; one for which none is left
+        gets the first without targets.  The place is that of all ranks.
+        """
         if batch_size < 1:
             raise ConfigError(f"train.batch_size = {batch_size}: at least 1 row is needed")
         if not len(dataset):
             raise ConfigError("data: the data set has no sample")
         self.dataset, self.batch_size, self.seed, self.shuffle = dataset, batch_size, seed, shuffle
-        self.num_batches = num_batches
+        self.num_batches, self.deal = num_batches, deal
         self.epoch = self.position = self.num_served = 0
         self.last_ids: list[int] = []
-        """The samples of the newest batch, row by row."""
+        """The samples of the newest batch, row by row, of all ranks."""
         self.last_num_tokens = 0
         """Their tokens: what fills the rows up is not counted."""
         self.rows = self._rows_of(0)
@@ -118,9 +128,11 @@ class Loader:
         self.last_ids = [int(index) for row in rows for index in row]
         samples = [[self.dataset[int(index)] for index in row] for row in rows]
         self.last_num_tokens = sum(len(ids) for row in samples for ids, _ in row)
+        rank, ranks = self.deal
+        own = samples[rank::ranks] or [[(ids, np.zeros_like(targets)) for ids, targets in samples[0]]]
         if self.dataset.row_length:
-            return collate_packed(samples, self.dataset.pad_id)
-        return collate([row[0] for row in samples], self.dataset.pad_id)
+            return collate_packed(own, self.dataset.pad_id)
+        return collate([row[0] for row in own], self.dataset.pad_id)
 
     def state_dict(self) -> dict[str, Any]:
         """The place (plain JSON values), with what it depends on."""

@@ -21,12 +21,14 @@ from typing import TYPE_CHECKING, Any
 
 from offloadz.config import config_differences, config_from_tables
 from offloadz.memory.record import FLIP_FILE, Saved, home_of, make_directories, read_saved
-from offloadz.memory.swapdir import STATE, leftovers
+from offloadz.memory.swapdir import STATE, leftovers, remove
 from offloadz.model.aside import clean_leftovers, write_text
 from offloadz.model.flips import told_of
 from offloadz.model.manifest import read_manifest, verify
+from offloadz.model.together import by_first
 from offloadz.plan.errors import CannotGoOn, ConfigError, DamagedState
 from offloadz.plan.paths import directory_of, owner_name
+from offloadz.runtime.ranks import Solo
 from offloadz.train.checkpoint import from_flip, newest_order, newest_valid
 
 if TYPE_CHECKING:
@@ -64,6 +66,29 @@ def find_start(config: Config, output: Path, say: Callable[[str], None]) -> Star
     for line in moved_lines(config, start.step if start else 0) if config.train.resume == "auto" else ():
         say(f"resume: {line}")
     return start
+
+
+def start_for_all(config: Config, output: Path, say: Callable[[str], None], ranks: Solo) -> Start | None:
+    """`find_start` by rank 0 for all.  Several ranks take no state over as it lies: they read a checkpoint."""
+    found: list[Start | None] = []
+
+    def look() -> None:
+        start = find_start(config, output, say)
+        if start is not None and start.linked and ranks.size > 1:
+            start = instead_of(start, "several ranks read it", config, config.train.keep or 2, say)
+        found.append(start)
+
+    by_first(ranks, look)
+    told = ranks.first([str(found[0].path), found[0].step] if found and found[0] else None)
+    return found[0] if found else Start(Path(told[0]), told[1]) if told else None
+
+
+def forget_ranks(config: Config, output: Path) -> None:
+    """Remove what dead ranks of this output left in the swap paths; what rank 0 left its next run takes over."""
+    for swap in config.offload.swap:
+        for left in leftovers(swap) if Path(swap).is_dir() else ():
+            if left.owner.startswith(f"{owner_name(output)}/rank-"):
+                remove(left)
 
 
 def moved_lines(config: Config, step: int) -> Iterator[str]:

@@ -16,6 +16,7 @@ from offloadz.model.aside import clean_leftovers, remove_directory
 from offloadz.model.flips import checkpoint_of, shadow_of
 from offloadz.model.manifest import MANIFEST, read_manifest, verify
 from offloadz.model.state import load_state, save_state
+from offloadz.model.together import by_first
 from offloadz.model.told import random_states, set_random_states
 from offloadz.plan.errors import ConfigError, DamagedState
 
@@ -34,17 +35,20 @@ def save_checkpoint(directory: Path, run: Any, extra: Mapping[str, Any], keep: i
     if keep < 1:
         raise ConfigError(f"train.keep is {keep}; at least 1 checkpoint must be kept")
     directory = Path(directory)
-    make_directories(directory)
-    clean_leftovers(directory, STEP_NAMES)
-    before = _in_order(directory)
-    target = directory / f"step-{int(extra['step']):06d}"
-    if target.exists() and not (target / MANIFEST).is_file():
-        remove_directory(target)  # it has our name and was never whole, or is not any more
+    target, before = directory / f"step-{int(extra['step']):06d}", []
+
+    def prepared() -> None:
+        make_directories(directory)
+        clean_leftovers(directory, STEP_NAMES)
+        before.extend(_in_order(directory))
+        if target.exists() and not (target / MANIFEST).is_file():
+            remove_directory(target)  # it has our name and was never whole, or is not any more
+
+    by_first(run.ranks, prepared)
     old = [path for _, path in before if path != target]
     going = tuple(old[: max(0, len(old) - (keep - 1))])
     save_state(target, run, extra, order=max((order for order, _ in before), default=0) + 1, going=going)
-    for path in going:
-        remove_directory(path)
+    by_first(run.ranks, lambda: [remove_directory(path) for path in going])
     shadow = shadow_of(run)
     if shadow is not None:
         shadow.secured()
@@ -73,6 +77,15 @@ def prune(checkpoints: Path, keep: int) -> None:
     """Remove all but the `keep` newest, where a kill came between writing the last and removing the first."""
     before = [path for _, path in _in_order(checkpoints)] if checkpoints.is_dir() else []
     for path in before[: max(0, len(before) - keep)]:
+        remove_directory(path)
+
+
+def prune_weights(directory: Path, step: int, keep: int) -> None:
+    """Remove all but the `keep` newest exports in a run's `weights/`, the newest being that of `step`."""
+    there = sorted(p for p in directory.glob(STEP_NAMES) if p.is_dir() and p.name.count("-") == 1)
+    # What a run that was taken back left of later steps is older than this one.
+    there.sort(key=lambda p: (int(p.name[5:]) <= step, p.name))
+    for path in there[:-keep]:
         remove_directory(path)
 
 

@@ -13,33 +13,40 @@ model takes minutes.
 from __future__ import annotations
 
 import json
-import math
-import random
 import time
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy
-import torch
 from rich.console import Console
 
-import offloadz
 from offloadz.config import parse_every
 from offloadz.memory.host import give_back
-from offloadz.model.aside import remove_directory, write_text
+from offloadz.model.aside import write_text
 from offloadz.model.flips import shadow_of, told_of
 from offloadz.model.state import load_flip
+from offloadz.model.together import by_first
+from offloadz.model.told import seed_all
 from offloadz.plan.errors import ConfigError
 from offloadz.plan.search import Plan, human
 from offloadz.plan.timeline import Span, Timeline, trace_path
 from offloadz.runtime.meter import process_bytes
+from offloadz.runtime.ranks import Solo, join
 from offloadz.runtime.tracing import traced
-from offloadz.train.begin import Start, alone, check_swap, find_start, is_finished, mark_finished
-from offloadz.train.checkpoint import load_checkpoint, newest_order, save_checkpoint
+from offloadz.train.begin import (
+    Start,
+    alone,
+    check_swap,
+    forget_ranks,
+    is_finished,
+    mark_finished,
+    start_for_all,
+)
+from offloadz.train.checkpoint import load_checkpoint, newest_order, prune_weights, save_checkpoint
 from offloadz.train.data import Loader
-from offloadz.train.metrics import SAMPLES, Metrics, plain
+from offloadz.train.evaluation import evaluated
+from offloadz.train.metrics import SAMPLES, Metrics, Unwritten, plain
 from offloadz.train.offloaded import begun, tell_kept, tell_swap, tell_unlinked
 from offloadz.train.planning import Task, decided, plan_lines, read_task, task_lines
 from offloadz.train.progress import Display
@@ -53,6 +60,9 @@ if TYPE_CHECKING:
 
 MEMORY_SLACK = 1.2
 """How far over the plan's limit memory that no file backs may be before a run ends itself: the kernel would not ask."""
+
+ECHO_S = 10.0
+"""Torchrun passes on a signal that a terminal has given to all ranks already."""
 
 SAMPLED_SHARE = 4
 """A micro-batch's tokens over those of samples asked at once: keys and values of all blocks stay below one's graph."""
@@ -79,14 +89,16 @@ def train(config: Config) -> int:
     Raises the errors of `plan/errors.py`, and `RunStopped`.
     """
     console = Console(highlight=False, soft_wrap=True)
-    with Signals() as signals, ExitStack() as stack:
+    ranks = join()
+    console.quiet = ranks.rank > 0
+    with Signals(echo_s=ECHO_S if ranks.size > 1 else 0.0) as signals, ExitStack() as stack:
         try:
-            return _train(config, console, signals, stack)
+            return _train(config, console, signals, stack, ranks)
         except Interrupted as interrupted:
             return interrupted.status
 
 
-def _train(config: Config, console: Console, signals: Signals, stack: ExitStack) -> int:
+def _train(config: Config, console: Console, signals: Signals, stack: ExitStack, ranks: Solo) -> int:
     def say(text: str) -> None:
         console.print(text, markup=False)
 
@@ -95,20 +107,20 @@ def _train(config: Config, console: Console, signals: Signals, stack: ExitStack)
     give_back()
     for line in task_lines(task):
         say(f"data: {line}")
-    stack.enter_context(alone(output))
-    start = find_start(config, output, say)
-    if config.train.resume != "never" and is_finished(output, start, task.num_steps):
+    by_first(ranks, lambda: stack.enter_context(alone(output)))
+    start = start_for_all(config, output, say, ranks)
+    if config.train.resume != "never" and ranks.first(is_finished(output, start, task.num_steps)):
         more = ("to train on, raise train.steps or train.epochs and name it in train.resume_with" if start else
                 'its checkpoints are gone; train.resume = "never" begins again')  # fmt: skip
         say(f"this run is finished: {task.num_steps} steps, {output / 'final'}; {more}")
         return 0
-    check_swap(config, say)
-    plan = decided(config, task.prompts, say)
+    by_first(ranks, lambda: (check_swap(config, say), forget_ranks(config, output)))
+    plan = decided(config, task.prompts, say, ranks)
     for line in plan_lines(plan, config):
         say(f"plan: {line}")
-    write_text(output / "config.toml", config.to_toml())
-    write_text(output / "plan.json", json.dumps(plan.to_json(), indent=1) + "\n")
-    write_text(output / "data.json", json.dumps(task.to_json(), indent=1) + "\n")
+    told = {"config.toml": config.to_toml(), "plan.json": json.dumps(plan.to_json(), indent=1) + "\n"}
+    told["data.json"] = json.dumps(task.to_json(), indent=1) + "\n"
+    by_first(ranks, lambda: [write_text(output / name, text) for name, text in told.items()])
     run, start = begun(config, plan, task, start, say)
     stack.callback(tell_kept, run, say)
     stack.enter_context(run)
@@ -128,12 +140,15 @@ class Training:
         self, config: Config, run: Run, task: Task, plan: Plan, signals: Signals, start: Start | None, console: Console
     ) -> None:
         self.config, self.run, self.task, self.plan, self.signals = config, run, task, plan, signals
-        self.output = Path(config.train.output)
-        self.loader = Loader(task.samples, config.train.batch_size, config.train.seed, config.data.shuffle)
+        self.output, self.ranks = Path(config.train.output), run.ranks
+        self.status = 0
+        """What a signal to any rank asks for, as far as all have agreed on it."""
+        rows, seed, deal = config.train.batch_size, config.train.seed, (run.ranks.rank, run.ranks.size)
+        self.loader = Loader(task.samples, rows, seed, config.data.shuffle, deal=deal)
         self.schedule = schedule_of(config.optimizer, task.num_steps)
         self.scheduler = scheduler_of(run.optimizer, self.schedule)
         self.progress = Progress()
-        _seed(config.train.seed)
+        seed_all(config.train.seed + run.ranks.rank)
         line = self._resume(start) if start is not None else None
         self.every = parse_every(config.train.save_every)
         self.order = newest_order(self.output / "checkpoints")
@@ -142,7 +157,8 @@ class Training:
         if start is not None and start.flip is not None and start.flip.record.note["extra"]["order"] == self.order:
             self.saved_step = -1
         progress = self.progress
-        self.metrics = Metrics(self.output, progress.step, progress.evaluated_step, progress.sampled_step)
+        last = (progress.step, progress.evaluated_step, progress.sampled_step)
+        self.metrics = Metrics(self.output, *last) if run.ranks.rank == 0 else Unwritten()
         self.display = Display(console, self.progress.step, task.num_steps, config.train.log_every)
         self.due_line: dict[str, Any] | None = None
         """The line of the newest step, whose updates are still under way."""
@@ -162,13 +178,18 @@ class Training:
             self.run.flush()
             while True:
                 self._between_steps()
-                if self.signals.status or self.progress.step >= self.task.num_steps:
+                if self.status or self.progress.step >= self.task.num_steps:
                     break
                 self._step()
-        if self.signals.status:
+        if self.status:
             self.display.say(f"stopped at step {self.progress.step} of {self.task.num_steps}; the same command goes on")
-            return self.signals.status
+            return self.status
         return self._finish()
+
+    def _stopped(self) -> bool:
+        """Whether a signal has come, to whichever rank; all ask at the same points."""
+        self.status = self.status or self.ranks.most(self.signals.status)
+        return bool(self.status)
 
     def close(self) -> None:
         self.display.close()
@@ -181,7 +202,7 @@ class Training:
         watched = self.progress.step + 1 in self.config.train.trace_steps
         with traced(self.run.session.lanes) if watched else nullcontext([]) as spans:
             self.run.step(batch)
-        if watched:
+        if watched and self.ranks.rank == 0:
             self._write_trace(self.progress.step + 1, spans)
         self._write_due()  # the updates of the step before are done when this one is decided
         report, progress = self.run.report, self.progress
@@ -248,7 +269,8 @@ class Training:
             self._evaluate()
         if self.task.prompts is not None and progress.step > progress.sampled_step and self._samples(last):
             self._sample(self.task.prompts)
-        if progress.step > self.saved_step and (last or self.signals.status or self._save_is_due()):
+        stopped = self._stopped()
+        if progress.step > self.saved_step and (stopped or last or self._save_is_due()):
             self._save()
 
     def _evaluates(self, last: bool) -> bool:
@@ -265,7 +287,7 @@ class Training:
         steps, wait_s = self.every
         if steps:
             return self.progress.step % steps == 0
-        return wait_s > 0 and time.monotonic() - self.saved_at_s >= wait_s
+        return wait_s > 0 and bool(self.ranks.first(time.monotonic() - self.saved_at_s >= wait_s))
 
     def _settle(self) -> None:
         """All updates done and home, and the line of the newest step written."""
@@ -276,24 +298,11 @@ class Training:
         """Mean loss over the target tokens of the evaluation samples; left undone, without a trace, after a signal."""
         assert self.task.evaluation is not None
         self._settle()
-        rows = max(1, self.plan.batch.rows_per_sweep)
-        loader = Loader(self.task.evaluation, rows, shuffle=False)
-        losses: list[float] = []
-        num_targets = 0
-        self.run.model.eval()
-        try:
-            for _ in range(loader.num_batches_per_epoch):
-                if self.signals.status:
-                    return
-                batch = loader.next_batch()
-                with torch.no_grad():
-                    losses.append(float(offloadz.token_logprobs(self.run, batch).double().sum()))
-                num_targets += int((batch["labels"][:, 1:] != -100).sum())
-        finally:
-            self.run.model.train()
-            self.run.flush()
+        found = evaluated(self.run, self.task.evaluation, max(1, self.plan.batch.rows_per_sweep), self._stopped)
+        if found is None:
+            return
         self.progress.evaluated_step = self.progress.step
-        loss = -math.fsum(losses) / num_targets
+        loss, num_targets = found
         self.metrics.write({"step": self.progress.step, "eval_loss": loss, "eval_tokens": num_targets})
         self.display.say(
             f"step {self.progress.step}/{self.task.num_steps}  evaluation loss {loss:.4f}, {num_targets} tokens"
@@ -303,7 +312,7 @@ class Training:
         """Ask the model as it is now; left undone, without a trace, after a signal."""
         self._settle()
         most_tokens = max(1, self.plan.batch.tokens_per_micro // SAMPLED_SHARE)
-        answers = None if self.signals.status else prompts.ask(self.run, most_tokens, lambda: bool(self.signals.status))
+        answers = None if self._stopped() else prompts.ask(self.run, most_tokens, self._stopped)
         if answers is None:
             return
         self.progress.sampled_step = self.progress.step
@@ -345,14 +354,12 @@ class Training:
         keep, directory = self.config.train.keep_weights, self.output / "weights"
         if keep:
             self.run.export(directory / f"step-{self.progress.step:06d}")
-            there = sorted(p for p in directory.glob("step-*") if p.is_dir() and p.name.count("-") == 1)
-            # What a run that was taken back left of later steps is older than this one.
-            there.sort(key=lambda p: (int(p.name[5:]) <= self.progress.step, p.name))
-            for path in there[:-keep]:
-                remove_directory(path)
+            by_first(self.ranks, lambda: prune_weights(directory, self.progress.step, keep))
 
     def _finish(self) -> int:
         final = self.run.export(self.output / "final")
+        if self.ranks.rank:
+            return 0
         mark_finished(self.output, self.progress.step)
         skipped = f", {self.progress.num_skipped} updates skipped" if self.progress.num_skipped else ""
         self.display.say(f"finished: {self.progress.step} steps{skipped}; the model is in {final}")
@@ -385,10 +392,3 @@ class Training:
         self.scheduler._last_lr = [group["lr"] for group in self.run.optimizer.param_groups]
         line: dict[str, Any] | None = extra.get("line")
         return line
-
-
-def _seed(seed: int) -> None:
-    """Python's, numpy's and torch's generators: a model's own code may draw from any."""
-    random.seed(seed)
-    numpy.random.seed(seed % 2**32)
-    torch.manual_seed(seed)

@@ -85,6 +85,21 @@ class Metrics:
         self._board.close()
 
 
+class Unwritten(Metrics):
+    """What ranks other than the first write: nothing."""
+
+    def __init__(self) -> None:
+        self.last_step = self.num_cut = 0
+
+    def write(self, line: Mapping[str, Any]) -> None: ...
+
+    def sync(self) -> None: ...
+
+    def sync_lines(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
 def plain(value: Any) -> Any:
     """A value without numbers that JSON cannot hold."""
     if isinstance(value, Mapping):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from offloadz.model.optimizer import KINDS, Settings
@@ -23,6 +23,8 @@ from offloadz.plan.search import Plan, human
 from offloadz.plan.vocabulary import table_rows
 from offloadz.plan.wishes import question
 from offloadz.runtime.devices import facts_named
+from offloadz.runtime.level import level
+from offloadz.runtime.ranks import Solo
 from offloadz.runtime.threads import MAX_THREADS, update_threads
 from offloadz.train.batches import Loader
 from offloadz.train.data import Dataset, load_both, marked_pieces
@@ -131,9 +133,11 @@ def _prompts(config: Config, template: ChatTemplate | None, vocab_size: int) -> 
     return Prompts(told.sample_prompts, told.sample_tokens, lambda: read_tokenizer(config)[0], template, vocab_size)
 
 
-def decided(config: Config, prompts: Prompts | None, say: Callable[[str], None]) -> Plan:
+def decided(config: Config, prompts: Prompts | None, say: Callable[[str], None], ranks: Solo) -> Plan:
     """The plan of a configuration on this box; DoesNotFit names the smallest change that would fit."""
     asked = question(config, find=facts_named)
+    machine, wishes = level(asked.machine, asked.wishes, ranks)
+    asked = replace(asked, machine=machine, wishes=wishes)
     notes = list(asked.notes)
     if prompts is not None:
         told, facts = "train.sample_prompts with train.sample_tokens", read_config(find_directory(config.model.path))
@@ -183,7 +187,8 @@ def plan_lines(plan: Plan, config: Config) -> Iterator[str]:
     )
     if plan.wear.written_bytes:
         yield from plan.wear.lines()
-    yield from (line for line in plan.reasons if line.startswith(("state on disk in", "recompute")))
+    told = ("state on disk in", "recompute", "zero stage")
+    yield from (line for line in plan.reasons if line.startswith(told))
     threads, reason = update_threads(threads_asked(config, plan))
     if config.offload.machine != "auto" and not config.offload.threads:
         reason = f"the cores of {plan.machine} that this machine has too"

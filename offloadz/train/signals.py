@@ -11,6 +11,7 @@ from __future__ import annotations
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -28,9 +29,13 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Signals:
-    """A context manager that watches both signals; outside the main thread, where Python allows none, it sees none."""
+    """A context manager that watches both signals; outside the main thread, where Python allows none, it sees none.
 
-    def __init__(self, tell: Callable[[str], None] | None = None) -> None:
+    `echo_s`: so long after the first one another is taken for the same: a launcher passes on what its ranks got too.
+    """
+
+    def __init__(self, tell: Callable[[str], None] | None = None, echo_s: float = 0.0) -> None:
+        self._echo_s, self._seen_s = echo_s, 0.0
         self.status = 0
         """0, or the exit status that the signal seen asks for."""
         self._tell = tell or (lambda text: print(text, file=sys.stderr, flush=True))
@@ -57,8 +62,13 @@ class Signals:
             self._held = False
 
     def _seen(self, signum: int, frame: FrameType | None) -> None:
-        self.status = 128 + signum
-        for number in WATCHED:
+        if self.status and time.monotonic() < self._seen_s + self._echo_s:
+            return
+        if self.status:
+            signal.signal(signum, signal.SIG_DFL)
+            signal.raise_signal(signum)
+        self.status, self._seen_s = 128 + signum, time.monotonic()
+        for number in WATCHED if not self._echo_s else ():
             signal.signal(number, signal.SIG_DFL)
         if not self._held:
             raise Interrupted(signum)

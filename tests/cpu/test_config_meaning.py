@@ -62,8 +62,6 @@ def test_contradictions_are_refused(base: Path, overrides: list[str], words: str
         "model.attention=flash_attention_2",
         "model.kernels=compile",
         "model.kernels=liger",
-        "offload.zero_stage=1",
-        "offload.zero_stage=3",
     ],
 )
 def test_what_is_not_built_is_refused_by_name(base: Path, override: str) -> None:
@@ -82,14 +80,6 @@ def test_a_machine_may_be_trained_on_as_planned_for(base: Path) -> None:
     for training in (False, True):
         found = load_config(base, ["offload.machine=laptop"], training=training)
         assert found.offload.machine == "laptop"
-
-
-def test_several_ranks_are_refused(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "1")
-    load_config(base, training=True)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "WORLD_SIZE" in refusal(base, training=True)
-    load_config(base)  # a plan may be made anywhere
 
 
 def test_what_has_no_default_is_asked_for(tmp_path: Path) -> None:

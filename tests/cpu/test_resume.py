@@ -18,6 +18,7 @@ import pytest
 import torch
 from tiny import ON_DISK, make_model, make_texts, tables
 
+import offloadz
 import offloadz.train.loop as loop
 from offloadz.config import config_from_tables
 from offloadz.model.linked import open_tensors
@@ -130,7 +131,7 @@ def test_a_stopped_evaluation_is_made_up_for(tmp_path: Path, monkeypatch: pytest
     make_texts(tmp_path / "eval.jsonl", 30, seed=9)
     changes = {"data__eval": [str(tmp_path / "eval.jsonl")], "train__eval_every": 5}
     assert run(tmp_path, **changes, train__output=str(tmp_path / "whole")) == 0
-    score, calls = loop.offloadz.token_logprobs, []
+    score, calls = offloadz.token_logprobs, []
 
     def interrupted(*given: Any) -> Any:
         calls.append(1)
@@ -138,7 +139,7 @@ def test_a_stopped_evaluation_is_made_up_for(tmp_path: Path, monkeypatch: pytest
             os.kill(os.getpid(), signal.SIGTERM)
         return score(*given)
 
-    monkeypatch.setattr(loop.offloadz, "token_logprobs", interrupted, raising=False)
+    monkeypatch.setattr(offloadz, "token_logprobs", interrupted, raising=False)
     assert run(tmp_path, **changes) == 143
     assert not any("eval_loss" in line for line in read_metrics(tmp_path / "run" / METRICS))
     assert run(tmp_path, **changes) == 0

@@ -24,6 +24,7 @@ from offloadz.model.weights import names_of
 from offloadz.plan.shapes import ParamInfo, TableInfo, make_spec
 from offloadz.plan.spec import ModelSpec, Part, Unit
 from offloadz.runtime import native
+from offloadz.runtime.ranks import Solo
 
 
 @contextmanager
@@ -95,6 +96,9 @@ class FakeSession:
     steps: dict[str, int] = field(default_factory=dict)
     step: int = 0
 
+    def spread(self) -> None:
+        pass
+
     def parts(self, write: bool = False) -> Iterator[View]:
         """Copies, of which only those made for writing come back."""
         for stored in self.views:
@@ -113,6 +117,7 @@ class FakeRun:
     ):
         names_of(model)
         self.model = model
+        self.ranks = Solo()
         self.session = FakeSession(_spec(model, dtype, freeze, keep))
         self.optimizer = SimpleNamespace(
             param_groups=[

@@ -1,0 +1,97 @@
+"""A plan for several ranks of one machine: what each may take of it, and the lowest stage of ZeRO that fits.
+
+Every rank decides by the same figures, as rank 0 does (whose shards are never the short ones), so all have one plan.
+Left to others: what a stage keeps where (`share.py`, `spec.py`), placements within a stage (`search.py`).  The
+trade-off: ranks share memory, cores, drives and their free room evenly, whatever else each of them is doing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from offloadz.plan.change import TO_DISK
+from offloadz.plan.errors import ConfigError
+from offloadz.plan.footprint import EXTRA_ROOM_BYTES, checkpoint_bytes
+from offloadz.plan.machine import COMPUTING, Machine
+from offloadz.plan.search import Plan, Wishes, decide
+from offloadz.plan.share import STAGES, Share
+from offloadz.plan.spec import ModelSpec
+
+SHARED_RATES = ("memory", "memory_shared", "disk_read", "disk_write", "disk_both")
+"""What ranks of one machine have together; without GPUs, and buses of their own, they share those too."""
+
+
+def decide_for(spec: ModelSpec, machine: Machine, wishes: Wishes) -> Plan:
+    """The plan of each of `wishes.ranks` ranks; with several, of the stage asked for or the lowest that fits.
+
+    Lowest first, but a stage that keeps in memory what a lower one would have to put on disk goes before it.  Raises
+    ConfigError for what is not built over several ranks.
+    """
+    if wishes.ranks == 1:
+        if wishes.zero_stage not in ("auto", 0):
+            raise ConfigError(
+                f"offload.zero_stage = {wishes.zero_stage} is for several ranks and this is one; start with torchrun "
+                '--nproc-per-node N -m offloadz train CONFIG.toml, or write "auto"'
+            )
+        return decide(spec, machine, wishes)
+    _refuse(wishes)
+    fair, own = for_each(machine, wishes.ranks), _own(spec, wishes)
+    stages = STAGES if wishes.zero_stage == "auto" else (int(wishes.zero_stage),)
+    plans = [decide(spec.shared_by(Share(0, wishes.ranks, stage)), fair, own) for stage in stages]
+    fitting = [plan for plan in plans if plan.fits]
+    plan = min(fitting, key=_num_on_disk) if fitting else plans[-1]
+    stage = plan.placement.share.stage
+    why = "as configured" if wishes.zero_stage != "auto" else "the lowest that fits" if fitting else "none fits"
+    return replace(
+        plan,
+        tokens_per_s=plan.tokens_per_s * wishes.ranks,
+        reasons=(f"zero stage {stage} of {wishes.ranks} ranks: {why}", *plan.reasons),
+    )
+
+
+def for_each(machine: Machine, ranks: int) -> Machine:
+    """What each of several ranks has of a machine."""
+    shared = (*SHARED_RATES, "h2d", "d2h", "device", "device_few", *COMPUTING) if machine.unified else SHARED_RATES
+    split = {k: r / ranks if k in shared or k.startswith("cpu") else r for k, r in machine.rates.items()}
+    return replace(
+        machine,
+        host_bytes=machine.host_bytes // ranks,
+        host_source=f"{machine.host_source}, shared by {ranks} ranks",
+        device_bytes=machine.device_bytes // ranks if machine.unified else machine.device_bytes,
+        cores=max(1, machine.cores // ranks),
+        rates=split,
+    )
+
+
+def _own(spec: ModelSpec, wishes: Wishes) -> Wishes:
+    """What each rank asks for: its rows, its share of limits and room.  Checkpoints are one for all."""
+    ranks, room = wishes.ranks, wishes.disk_free
+    rows = -(-wishes.batch_size // ranks)
+    if room is not None and wishes.same_drive:
+        room = max(0, room - ((wishes.keep or 2) + 1) * checkpoint_bytes(spec) - EXTRA_ROOM_BYTES)
+    return replace(
+        wishes,
+        batch_size=rows,
+        micro_batch_size=min(wishes.micro_batch_size, rows),
+        sweeps=min(wishes.sweeps, rows),
+        host_memory=None if wishes.host_memory is None else wishes.host_memory // ranks,
+        disk_free=None if room is None else room // ranks,
+        same_drive=False,
+        commit="hold",
+        copies=1,
+        linkable=False,
+    )
+
+
+def _refuse(wishes: Wishes) -> None:
+    told = f"over {wishes.ranks} ranks"
+    if wishes.commit not in ("auto", "hold"):
+        raise ConfigError(f'offload.commit = "{wishes.commit}" {told} is not built; write "auto" or "hold"')
+    if wishes.copies > 1:
+        raise ConfigError(f"copies = {wishes.copies} of the state on disk {told} are not built; leave copies out")
+    if wishes.batch_size < wishes.ranks:
+        raise ConfigError(f"train.batch_size = {wishes.batch_size} {told}; needed: at least a row for each rank")
+
+
+def _num_on_disk(plan: Plan) -> int:
+    return sum(getattr(plan.placement, kind) == "disk" for kind in TO_DISK)

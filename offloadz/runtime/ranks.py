@@ -1,0 +1,261 @@
+"""The other ranks of a run: gather, scatter, sum, agree.  `Solo` answers as a group of one, so nobody asks how many.
+
+Built on torch.distributed: bytes of the model go through one group, from the `net` lane alone; a second group, gloo
+always, is for the small exchanges of the thread that computes (whose turn it is, sums of losses, rows looked up), so
+neither waits for the other.  [Note: ranks do the same in the same order] Both groups match calls by their order.  That
+order follows from the program, and every turn is agreed before it is taken; who comes with another turn, or not at all,
+ends the run on all ranks.
+
+The trade-off: an exchange before each turn costs some tenths of a millisecond, twice a block and step, and ranks that
+are given unequal rows wait for the slowest at every block.  Gloo's own reduce-scatter is an all-reduce whose rest is
+thrown away (torch 2.13), twice the bytes; here every rank sends each other its shard and adds what it got, in the order
+of ranks, so that the sum does not depend on timing.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from offloadz.plan.errors import ConfigError, RankFailed
+from offloadz.plan.share import ALONE, Share
+
+TURN_S = 600.0
+"""How long ranks wait for one another at a turn: all have the same blocks, so only the rows differ."""
+
+GROUP_S = 24 * 3600.0
+"""How long any other exchange may take, such as the others' wait while one writes files; a dead rank shows at once."""
+
+FRAME = 8
+"""Figures of a small exchange, the first of which says what it is."""
+
+GONE_S = 5.0
+"""How long is looked for the rank whose process has ended, once a connection is closed."""
+
+
+class Solo:
+    """A group of one."""
+
+    rank, size = 0, 1
+
+    def share(self, stage: int) -> Share:
+        """What this rank keeps in a stage of ZeRO."""
+        return ALONE if self.size == 1 else Share(self.rank, self.size, stage)
+
+    def gather(self, whole: Tensor, own: Tensor, operation: str) -> None:
+        """Fill `whole` with the equal pieces `own` of all ranks, in their order; `own` may be its place in `whole`."""
+        raise NotImplementedError
+
+    def scatter(self, whole: Tensor, terms: Tensor, operation: str) -> None:
+        """Sum `whole` (fp32) over ranks; this rank's piece of the sum stands in its place in `terms`, as long."""
+        raise NotImplementedError
+
+    def sum(self, whole: Tensor, operation: str) -> None:
+        """Sum `whole` (fp32) over ranks, in place."""
+        raise NotImplementedError
+
+    def rows(self, lists: Sequence[Tensor], read: Callable[[Tensor], Tensor], operation: str) -> list[Tensor]:
+        """`lists[q]`: ids that rank q has and this one wants; returns for each what rank q's `read` makes of them."""
+        return [read(ids) for ids in lists]
+
+    def totals(self, *values: float) -> tuple[float, ...]:
+        """Each value summed over ranks, in their order."""
+        return values
+
+    def most(self, value: int) -> int:
+        """The largest over ranks."""
+        return value
+
+    def agree(self, turn: str, expected: bool) -> bool:
+        """Whether every rank expected this turn; RankFailed where another rank is about to take another one."""
+        return expected
+
+    def each(self, value: Any) -> list[Any]:
+        """What every rank gives (as JSON has it), in their order."""
+        return [value]
+
+    def first(self, value: Any) -> Any:
+        """What rank 0 gives."""
+        return self.each(value)[0]
+
+    def give_up(self) -> None:
+        """This rank cannot go on: whatever it is asked from now on fails at once."""
+
+
+class Group(Solo):
+    """Several processes under a launcher's usual variables, or in the process group that is there already."""
+
+    def __init__(self) -> None:
+        if not dist.is_initialized():
+            _require_variables()
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one machine, whatever its name resolves to
+            backend = "nccl" if torch.cuda.is_available() else "gloo"
+            dist.init_process_group(backend, timeout=timedelta(seconds=GROUP_S))
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self._data = dist.new_group(timeout=timedelta(seconds=GROUP_S))
+        self._talk = dist.new_group(backend="gloo", timeout=timedelta(seconds=GROUP_S))
+        self._given_up = False
+        self._pids: list[int] = []
+        self._pids = [int(pid) for pid in self.each(os.getpid())]
+
+    def gather(self, whole: Tensor, own: Tensor, operation: str) -> None:
+        with self._during(operation):
+            dist.all_gather_single(whole, own, group=self._data)
+
+    def scatter(self, whole: Tensor, terms: Tensor, operation: str) -> None:
+        with self._during(operation):
+            if dist.get_backend(self._data) == "nccl":
+                dist.reduce_scatter_single(terms.view(self.size, -1)[self.rank], whole, group=self._data)
+                return
+            dist.all_to_all_single(terms, whole, group=self._data)
+        first, *middle, last = terms.view(self.size, -1).unbind()
+        for term in middle:
+            _add(first, first, term)
+        _add(terms.view(self.size, -1)[self.rank], first, last)
+
+    def sum(self, whole: Tensor, operation: str) -> None:
+        with self._during(operation):
+            dist.all_reduce(whole, group=self._data)
+
+    def rows(self, lists: Sequence[Tensor], read: Callable[[Tensor], Tensor], operation: str) -> list[Tensor]:
+        with self._during(operation):
+            wanted = self._swapped([len(ids) for ids in lists])
+            asked = torch.empty(sum(wanted), dtype=torch.int64)
+            counts = [len(ids) for ids in lists]
+            dist.all_to_all_single(asked, torch.cat(list(lists)), wanted, counts, group=self._talk)
+            found = [read(ids) for ids in asked.split(wanted)]
+            out = found[0].new_empty((sum(counts), *found[0].shape[1:]))
+            dist.all_to_all_single(out, torch.cat(found), counts, wanted, group=self._talk)
+            return list(out.split(counts))
+
+    def _swapped(self, counts: list[int]) -> list[int]:
+        given = torch.tensor(counts)
+        out = torch.empty_like(given)
+        dist.all_to_all_single(out, given, group=self._talk)
+        return [int(n) for n in out]
+
+    def totals(self, *values: float) -> tuple[float, ...]:
+        told = self._frames(f"the sums of {len(values)} figures over ranks", *values)
+        return tuple(sum(row[i] for row in told) for i in range(len(values)))
+
+    def most(self, value: int) -> int:
+        return int(max(row[0] for row in self._frames("the largest figure over ranks", value)))
+
+    def agree(self, turn: str, expected: bool) -> bool:
+        return all(row[0] for row in self._frames(turn, expected, most_s=TURN_S))
+
+    def each(self, value: Any) -> list[Any]:
+        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        lengths = [int(row[0]) for row in self._frames("an exchange of facts", len(data))]
+        padded = torch.zeros(max(lengths), dtype=torch.uint8)
+        padded[: len(data)] = data
+        told = self._table(padded, "an exchange of facts", GROUP_S)
+        return [json.loads(row[:n].numpy().tobytes()) for row, n in zip(told, lengths, strict=True)]
+
+    def give_up(self) -> None:
+        self._given_up = True
+
+    def _frames(self, operation: str, *values: float, most_s: float = GROUP_S) -> list[list[float]]:
+        """A few figures of every rank.  All frames have one length and say what they are of, so a rank that does
+        something else is found out and not misunderstood."""
+        key = zlib.crc32(operation.encode())
+        own = torch.zeros(FRAME, dtype=torch.float64)
+        own[: 1 + len(values)] = torch.tensor([key, *values], dtype=torch.float64)
+        told = self._table(own, operation, most_s).tolist()
+        odd = [rank for rank, row in enumerate(told) if row[0] != key]
+        if odd:
+            self.give_up()
+            raise RankFailed(
+                f"rank {self.rank} comes to the {operation}, rank {odd[0]} to something else: all ranks must call the "
+                "model and the run alike; a layer that only some of them take cannot be trained over several ranks"
+            )
+        return [row[1:] for row in told]
+
+    def _table(self, own: Tensor, operation: str, most_s: float) -> Tensor:
+        """The equal small tensors of all ranks, a row each."""
+        out = own.new_empty(self.size * own.numel())
+        with self._during(operation):
+            work = dist.all_gather_single(out, own, group=self._talk, async_op=True)
+            work.wait(timedelta(seconds=most_s))
+        return out.view(self.size, -1)
+
+    @contextmanager
+    def _during(self, operation: str) -> Iterator[None]:
+        """Errors of torch.distributed become RankFailed, with the rank at fault where it can be told."""
+        if self._given_up:
+            raise RankFailed(f"rank {self.rank} has given up; {operation} needs all ranks: start them again")
+        try:
+            yield
+        except RuntimeError as error:
+            self.give_up()
+            raise RankFailed(self._story(operation, error)) from error
+
+    def _story(self, operation: str, error: Exception) -> str:
+        until_s = time.monotonic() + GONE_S
+        while not (gone := [r for r, pid in enumerate(self._pids) if _has_ended(pid)]) and time.monotonic() < until_s:
+            time.sleep(0.1)
+        first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        who = f"rank {gone[0]} (process {self._pids[gone[0]]}) has ended" if gone else f"another rank did not ({first})"
+        return f"{who}, while rank {self.rank} was at {operation}: this one ends too; the last checkpoint is as it was"
+
+
+_group: Group | None = None
+
+
+def join() -> Solo:
+    """The group of this process: several ranks where a launcher (torchrun) or the caller has begun them, else one."""
+    global _group
+    told = os.environ.get("WORLD_SIZE", "").strip()
+    several = dist.get_world_size() > 1 if dist.is_available() and dist.is_initialized() else told not in ("", "0", "1")
+    if not several:
+        return Solo()
+    if _group is None or _group._given_up:
+        if _group is None:
+            atexit.register(_leave)
+        _group = Group()
+    return _group
+
+
+def _leave() -> None:
+    """End torch's threads while the interpreter is whole: one may have to give back a tensor that Python made.  Where a
+    rank has given up they may wait for what never comes, and are left."""
+    if _group is not None and not _group._given_up and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _require_variables() -> None:
+    absent = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    if absent:
+        raise ConfigError(
+            f"WORLD_SIZE is {os.environ.get('WORLD_SIZE')} and {', '.join(absent)} not set; start with "
+            "torchrun --nproc-per-node N -m offloadz train CONFIG.toml"
+        )
+
+
+def _has_ended(pid: int) -> bool:
+    """Whether a process of this machine is gone, or dead and only not asked after yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except (OSError, IndexError):
+        return True
+
+
+PIECE = 1 << 14
+"""Elements that torch adds on the calling thread alone (see [Note: one team for the update] in `lanes.py`)."""
+
+
+def _add(out: Tensor, a: Tensor, b: Tensor) -> None:
+    for to, x, y in zip(out.split(PIECE), a.split(PIECE), b.split(PIECE), strict=True):
+        torch.add(x, y, out=to)
