@@ -130,6 +130,7 @@ class Sleepers(nn.Module):
 def opened(path: Path, slots: int, pace: Pace, **how: Any) -> offloadz.Run:
     """A run over sleeping blocks whose drive moves the weights of a block in `pace.disk_s`."""
     places = {"gradients": "host", "optimizer_state": "host", "activations": "disk", "commit": "hold", **how}
+    places["recompute"] = "all"  # else a block that keeps its graph does not sleep in the backward
     run = offloadz.offload(Sleepers(pace), swap=path, parameters="disk", slots=slots, max_grad_norm=1e9, **places)
     run.flush()
     drive = run.session.room.drive
