@@ -230,7 +230,8 @@ class DiskTier:
     def _write(self, share: Extent, buffer: torch.Tensor, nbytes: int, offset: int) -> None:
         file, table = self._spot(share, nbytes, offset, writing=True)
         length = rounded(nbytes)
-        buffer[nbytes:length].zero_()
+        # Not `zero_`: to autograd that is a change of weights that are stored while a block computes from them.
+        ctypes.memset(buffer.data_ptr() + nbytes, 0, length - nbytes)
         table.fill_(NOT_WHOLE)
         fresh = torch.full_like(table, NOT_CHECKED)
         self._move("write", share, file, buffer[:length], offset, fresh)

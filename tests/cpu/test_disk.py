@@ -289,3 +289,16 @@ def test_a_closed_tier_says_so(tmp_path: Path, buffers: list[torch.Tensor]) -> N
     tier.close()
     with pytest.raises(ValueError, match="the tier is closed"):
         tier.read(extent, buffers[0])
+
+
+def test_a_write_is_no_change_to_autograd(tier: DiskTier, buffers: list[torch.Tensor]) -> None:
+    """A block may compute, and save for its backward, from weights that are stored meanwhile: padding is no change."""
+    extent = tier.reserve("state", "weights/a", 4097)
+    tier.allocate()
+    buffer = buffers[0]
+    weights = buffer[:4096].view(torch.float32).detach()
+    before = weights._version
+    tier.write(extent, buffer)
+    tier.read(extent, buffer)
+    assert weights._version == before
+    assert not bool(buffer[4097 : rounded(4097)].any())
