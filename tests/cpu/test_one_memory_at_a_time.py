@@ -71,16 +71,17 @@ def dropped(room: Room, op: Op) -> None:
 HOMEWARD = dict.fromkeys(("drain.g", "save.g", "save.x", "lower.s", "lower.p", "lower.h"), dropped)
 
 
-@pytest.mark.parametrize("activations", ["host", "device"])
+@pytest.mark.parametrize(("activations", "recompute"), [("host", "all"), ("device", "all"), ("host", "none")])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 def test_a_pass_there_and_back(
-    family: str, dtype: torch.dtype, activations: str, monkeypatch: pytest.MonkeyPatch
+    family: str, dtype: torch.dtype, activations: str, recompute: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(TABLES, False, TABLES[False] | HOMEWARD)
     monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", lambda *_: None)  # transformers' own wait
     batch = {key: value for key, value in batches(1, padded=False)[0].items() if key != "attention_mask"}
-    with offloadz.offload(tiny(family), device=Meta(), dtype=dtype, micro_batch_size=2, activations=activations) as run:
+    how = {"micro_batch_size": 2, "activations": activations, "recompute": recompute}
+    with offloadz.offload(tiny(family), device=Meta(), dtype=dtype, **how) as run:
         assert run.loss_head is not None
         run.loss_head._checked = True  # looked at once, with values
         with OneMemory():

@@ -58,7 +58,7 @@ DISK, HOST = dict.fromkeys(KINDS, "disk"), dict.fromkeys(KINDS, "host")
 
 
 def ran(family: str, swap: Path | str = "unused", **how: Any) -> Outcome:
-    how = {"micro_batch_size": 2, **how}
+    how = {"micro_batch_size": 2, "recompute": "all", **how}
     with offloadz.offload(tiny(family), offloadz.AdamW(lr=1e-3), swap=swap, **how) as run:
         return train(run, STEPS)
 
@@ -75,6 +75,7 @@ def test_every_placement_has_the_bits_of_one_memory(index: int, swap: Path) -> N
     family, slots, sweeps = source.choice(FAMILIES), source.choice((1, 2, 3)), source.choice((1, 2))
     where = dict(zip(KINDS, PLACEMENTS[index], strict=True))
     how = {"slots": slots, "sweeps": sweeps, "poison": index % 2 == 0, "seed": index}
+    how["recompute"] = ("all", "none", "all")[index % 3]
     how["recompute"] = ("all", "none")[index // 2 % 2]
     found = ran(family, swap, device=Rehearsal(), **where, **how)
     assert_same_bits(found, calm(family, 2), f"{family}, {how}")

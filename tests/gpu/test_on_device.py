@@ -42,10 +42,13 @@ def plain(family: str, device: Any, steps: list[dict[str, torch.Tensor]], **how:
     return trace
 
 
+@pytest.mark.parametrize("recompute", ["all", "none"])
 @pytest.mark.parametrize("where", [HOST, DISK, DEVICE], ids=["host", "disk", "device"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_float32_matches_the_plain_loop(family: str, where: dict[str, str], device: Any, swap: Path) -> None:
-    found = ran(family, device, swap, poison=True, **where)
+def test_float32_matches_the_plain_loop(
+    family: str, where: dict[str, str], recompute: str, device: Any, swap: Path
+) -> None:
+    found = ran(family, device, swap, poison=True, recompute=recompute, **where)
     assert_close(found, plain(family, device, STEPS), start_of(tiny(family)), str(where))
 
 
@@ -60,10 +63,10 @@ def test_bfloat16_follows_the_plain_loop(family: str, device: Any, swap: Path) -
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_placement_slots_and_poison_have_the_same_bits(dtype: torch.dtype, device: Any, swap: Path) -> None:
-    wanted = ran("qwen3", device, swap, dtype=dtype, slots=1, **HOST)
+    wanted = ran("qwen3", device, swap, dtype=dtype, slots=1, recompute="all", **HOST)
     for index, placement in enumerate(SPREAD):
         where = dict(zip(KINDS, placement, strict=True))
-        how = {"slots": 1 + index % 3, "poison": index % 2 == 0, "seed": index, "dtype": dtype}
+        how = {"slots": 1 + index % 3, "poison": index % 2 == 0, "seed": index, "dtype": dtype, "recompute": "all"}
         assert_same_bits(ran("qwen3", device, swap, **how, **where), wanted, f"{where}, {how}")
 
 
