@@ -33,7 +33,7 @@ from offloadz.model.tables import TableSeat
 from offloadz.model.weights import names_of, source_of
 from offloadz.plan.errors import ConfigError, DoesNotFit
 from offloadz.plan.footprint import score_copies
-from offloadz.plan.kept import UNLIMITED, graph_token_bytes
+from offloadz.plan.kept import SLACK, UNLIMITED, graph_token_bytes, kept_bytes
 from offloadz.plan.machine import Machine, compute_dtype, probe_machine, with_device
 from offloadz.plan.placement import COMMITS, KINDS, TIERS
 from offloadz.plan.rooms import apart, rooms_of
@@ -146,8 +146,12 @@ def offload(
 
 
 def _keeping(spec: ModelSpec, plan: Plan, known: bool) -> Keeping:
-    """Which graphs are kept; of batches that are not `known` half the room, since all else grows with them too."""
-    room_bytes = plan.graph_room_bytes if known else plan.graph_room_bytes // 2
+    """Which graphs are kept: those of the plan, as long as they take what it says.  Of batches that are not `known`
+    what half the room takes, since all else grows with them too."""
+    room_bytes = plan.graph_room_bytes
+    if room_bytes < UNLIMITED:
+        planned = int(SLACK * kept_bytes(spec, plan.placement, plan.batch))
+        room_bytes = min(room_bytes, planned) if known else room_bytes // 2
     each = {seat: graph_token_bytes(spec, seat, plan.placement, plan.batch) for seat in spec.unfolding_seats}
     return Keeping(room_bytes, [each.get(seat, 0.0) for seat in range(len(spec.seats))])
 
