@@ -1,8 +1,8 @@
 """The other ranks of a run: gather, scatter, sum, agree.  `Solo` answers as a group of one, so nobody asks how many.
 
-Built on torch.distributed: bytes of the model go through one group, from the `net` lane alone; a second group, gloo
-always, is for the small exchanges of the thread that computes (whose turn it is, sums of losses, rows looked up), so
-neither waits for the other.  [Note: ranks do the same in the same order] Both groups match calls by their order.  That
+Built on torch.distributed and gloo: bytes of the model go through one group, from the `net` lane alone; a second one is
+for the small exchanges of the thread that computes (whose turn it is, sums of losses, rows looked up), so neither waits
+for the other.  [Note: ranks do the same in the same order] Both groups match calls by their order.  That
 order follows from the program, and every turn is agreed before it is taken; who comes with another turn, or not at all,
 ends the run on all ranks.
 
@@ -101,11 +101,12 @@ class Group(Solo):
         if not dist.is_initialized():
             _require_variables()
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one machine, whatever its name resolves to
-            backend = "nccl" if torch.cuda.is_available() else "gloo"
-            dist.init_process_group(backend, timeout=timedelta(seconds=GROUP_S))
+            dist.init_process_group("gloo", timeout=timedelta(seconds=GROUP_S))
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self._data = dist.new_group(timeout=timedelta(seconds=GROUP_S))
-        self._talk = dist.new_group(backend="gloo", timeout=timedelta(seconds=GROUP_S))
+        # Gloo whatever else there is: what is exchanged is memory of the host, as ranks on GPUs are refused.
+        self._data, self._talk = (
+            dist.new_group(backend="gloo", timeout=timedelta(seconds=GROUP_S)) for _ in ("data", "talk")
+        )
         self._given_up = False
         self._pids: list[int] = []
         self._pids = [int(pid) for pid in self.each(os.getpid())]
@@ -116,9 +117,6 @@ class Group(Solo):
 
     def scatter(self, whole: Tensor, terms: Tensor, operation: str) -> None:
         with self._during(operation):
-            if dist.get_backend(self._data) == "nccl":
-                dist.reduce_scatter_single(terms.view(self.size, -1)[self.rank], whole, group=self._data)
-                return
             dist.all_to_all_single(terms, whole, group=self._data)
         first, *middle, last = terms.view(self.size, -1).unbind()
         for term in middle:
