@@ -15,13 +15,14 @@ import json
 import re
 import tempfile
 import tomllib
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from offloadz.config import NOT_BUILT
 from offloadz.config.sections import RULES, SECTIONS, GroupConfig, rules
 from offloadz.config.values import shown, to_toml
-from offloadz.plan.catalogue import FOLDER, machine_names, part, part_names, sources_told
+from offloadz.plan.catalogue import FOLDER, machine_names, part, part_names, read_machine, sources_told
 from offloadz.plan.footprint import Batch
 from offloadz.plan.headers import spec_from_formula
 from offloadz.plan.machine import Machine
@@ -67,6 +68,74 @@ MODELS = {
     "13B": llama(5120, 13824, 40, 40, 40, 32000, False),
 }
 
+LARGE = {
+    "7B": MODELS["6.7B"],
+    "13B": MODELS["13B"],
+    "32B": llama(5120, 27648, 64, 40, 8, 152064, False),
+    "70B": llama(8192, 28672, 80, 64, 8, 32000, False),
+}
+"""Llama-2 7B, 13B and 70B, and the shape of Qwen2.5 32B."""
+CARD, CARD_ROWS, CARD_MEMORIES_GIB, CARD_DRIVE = "rtx4090", 32, (64, 96, 128, 192), "samsung-990-pro-2tb"
+OTHERS = {
+    "Qwen3-14B": llama(5120, 17408, 40, 40, 8, 151936, False),
+    "Qwen3-8B": llama(4096, 12288, 36, 32, 8, 151936, False),
+    "Llama-3.1-8B": llama(4096, 14336, 32, 32, 8, 128256, False),
+    "Llama-2-13B": MODELS["13B"],
+}
+PUBLISHED = (
+    ("Qwen3-14B", 8192, 0, 1259, "SlideFormer, states in memory (its GPU span only) [1]"),
+    ("Qwen3-14B", 65536, 0, 1405, "SlideFormer, states in memory [1]"),
+    ("Qwen3-8B", 65536, 0, 2398, "SlideFormer, states in memory [1]"),
+    ("Llama-3.1-8B", 8192, 0, 914, "DeepSpeed ZeRO-3, states in memory [2]"),
+    ("Llama-3.1-8B", 16384, 0, 1373, "DeepSpeed ZeRO-3, states in memory [2]"),
+    ("Llama-3.1-8B", 32768, 0, 1791, "DeepSpeed ZeRO-3, states in memory [2]"),
+    ("Llama-2-13B", 32768, 1, 481, "LoHan, states on one drive: 37.5 TFLOPS [3]"),
+    ("Llama-2-13B", 65536, 1, 901, "LoHan, states on one drive: 70.3 TFLOPS [3]"),
+    ("Llama-2-13B", 32768, 2, 824, "LoHan, states on two drives: 64.3 TFLOPS [3]"),
+    ("Llama-2-13B", 65536, 2, 1432, "LoHan, states on two drives: 111.7 TFLOPS [3]"),
+)
+"""Model, tokens a step, drives (0: all in memory), tokens/s, and who measured them on what."""
+
+
+def on_card(
+    model: dict[str, Any], tokens: int, memory_gib: int, drives: int, kernels: str = "eager", state: str = "auto"
+) -> Plan:
+    """The plan for a model in bfloat16 on the box with an RTX 4090, with this much memory and so many drives."""
+    base = Machine("any", GIB, "the table", device_bytes=GIB)
+    box = read_machine(CARD, base, [Path(f"/{n}") for n in range(max(1, drives))])
+    box = dataclasses.replace(box, host_bytes=memory_gib * GIB).computing("bfloat16", kernels)
+    size = box.drive.size_bytes if box.drive is not None and drives else None
+    wishes = Wishes(
+        tokens // LENGTH, LENGTH, swap=drives > 0, keep=1, linkable=True, compute="bfloat16", disk_free=size
+    )
+    return decide(spec_of(model), box, dataclasses.replace(wishes, copies=0, optimizer=state))
+
+
+def card_table() -> str:
+    """Markdown: predicted speed with the busiest lane, by memory and drives."""
+    lines = ["| memory, drives | " + " | ".join(LARGE) + " |", "|---" * (len(LARGE) + 1) + "|"]
+    for memory in CARD_MEMORIES_GIB:
+        for drives in (1, 2):
+            cells = [speed(on_card(model, CARD_ROWS * LENGTH, memory, drives)) for model in LARGE.values()]
+            lines.append(f"| {memory} GiB, {'one' if drives == 1 else 'two'} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def speed(plan: Plan) -> str:
+    """Tokens a second and what keeps the step from being shorter."""
+    return f"{plan.tokens_per_s:,.0f} ({plan.bottleneck})" if plan.fits else "does not fit"
+
+
+def published_table() -> str:
+    """Markdown: published runs beside what is predicted for the same model, tokens and layout."""
+    lines = ["| model | tokens a step | published, tokens/s | predicted, eager | predicted, liger | whose |",
+             "|---" * 6 + "|"]  # fmt: skip
+    for name, tokens, drives, known, whose in PUBLISHED:
+        told = (OTHERS[name], tokens, 128 if drives else 256, drives)
+        plans = [on_card(*told, kernels, "disk" if drives else "auto") for kernels in ("eager", "liger")]
+        lines.append(f"| {name} | {tokens:,} | {known:,} | {' | '.join(speed(plan) for plan in plans)} | {whose} |")
+    return "\n".join(lines)
+
 
 def planned(model: dict[str, Any], memory_gib: int, copies: int = 0) -> Plan:
     """The plan for a model in bfloat16 on a machine without a GPU that has this much free memory and any disk."""
@@ -77,8 +146,13 @@ def planned(model: dict[str, Any], memory_gib: int, copies: int = 0) -> Plan:
 
 def spec_of(model: dict[str, Any]) -> ModelSpec:
     """Units and seats of a model in bfloat16."""
+    return _spec_of(json.dumps(model))
+
+
+@cache
+def _spec_of(config: str) -> ModelSpec:
     with tempfile.TemporaryDirectory() as directory:
-        (Path(directory) / "config.json").write_text(json.dumps(model), encoding="utf-8")
+        (Path(directory) / "config.json").write_text(config, encoding="utf-8")
         return spec_from_formula(Path(directory), "bfloat16")
 
 
@@ -198,20 +272,22 @@ def _drives(told: dict[str, Any]) -> str:
     return f"one or two {names[0]}" if len(names) == 2 else names[0]
 
 
-def between(text: str, content: str) -> str:
-    """`text` with what stands between its marks replaced."""
-    pattern = re.escape(BEGIN) + ".*?" + re.escape(END)
-    if not re.search(pattern, text, flags=re.DOTALL):
-        raise ValueError(f"no {BEGIN} ... {END} found; both are needed")
-    return re.sub(pattern, lambda _: f"{BEGIN}\n{content}\n{END}", text, flags=re.DOTALL)
+def between(text: str, content: str, number: int = 0) -> str:
+    """`text` with what stands between its marks replaced, of several tables the one with this number."""
+    found = list(re.finditer(re.escape(BEGIN) + ".*?" + re.escape(END), text, flags=re.DOTALL))
+    if len(found) <= number:
+        raise ValueError(f"{len(found)} times {BEGIN} ... {END} found, {number + 1} needed")
+    return f"{text[: found[number].start()]}{BEGIN}\n{content}\n{END}{text[found[number].end() :]}"
 
 
 def made() -> dict[Path, str]:
     """What each file should hold."""
     readme, step, machine = ROOT / "README.md", ROOT / "docs" / "step.md", ROOT / "docs" / "machine.md"
     zero = ROOT / "docs" / "zero.md"
+    published = ROOT / "docs" / "published.md"
     return {
-        readme: between(readme.read_text(encoding="utf-8"), machine_table()),
+        readme: between(between(readme.read_text(encoding="utf-8"), machine_table()), card_table(), 1),
+        published: between(published.read_text(encoding="utf-8"), published_table()),
         step: between(step.read_text(encoding="utf-8"), f"```\n{program_text()}\n```"),
         machine: between(machine.read_text(encoding="utf-8"), catalogue_tables()),
         zero: between(zero.read_text(encoding="utf-8"), zero_table()),

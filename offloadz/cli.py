@@ -96,9 +96,10 @@ def train(config: ConfigFile, overrides: Overrides = None) -> int:
     from offloadz.config import load_config
 
     settings = load_config(config, overrides or [], training=True)
+    from offloadz.bench.first import measure_first
     from offloadz.train.loop import train as run
 
-    return int(run(settings))
+    return int(run(settings, measure_first))
 
 
 @verb

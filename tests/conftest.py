@@ -41,6 +41,12 @@ def _one_thread() -> None:
         sys.modules["torch"].set_num_threads(1)
 
 
+@pytest.fixture(autouse=True)
+def _no_bench(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user who never measured this box: plans rest on typical rates, and benches of tests stay with them."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path_factory.getbasetemp() / "state" / str(id(monkeypatch))))
+
+
 @pytest.fixture
 def swap(tmp_path: Path) -> Iterator[Path]:
     """A swap directory; afterwards no lane of a run may be alive and no file may be left in it."""

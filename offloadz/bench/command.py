@@ -16,7 +16,7 @@ import torch
 
 from offloadz.bench import compute, drives
 from offloadz.bench.blocks import blocks
-from offloadz.bench.machine_file import Figures, check_out, conditions, is_busy, text_of, write
+from offloadz.bench.machine_file import Figures, check_out, conditions, is_busy, keep, text_of, write
 from offloadz.bench.rounds import Measured, Sizes, measured, seconds
 from offloadz.bench.update import Update
 from offloadz.plan.errors import ConfigError
@@ -32,11 +32,19 @@ Named = tuple[str, str, str, compute.Rate]
 
 def bench_command(swap: Sequence[str], out: Path | None, sizes: Sizes | None = None) -> int:
     """Measure, print and write; 0.  Raises ConfigError for a swap path or a file that cannot be used."""
+    sizes, out = sizes or Sizes(), out or DEFAULT_OUT
+    check_out(out)
+    text, figures, busy = bench(swap, sizes)
+    write(out, text)
+    _say_after(figures, busy, out, keep(text))
+    return 0
+
+
+def bench(swap: Sequence[str], sizes: Sizes) -> tuple[str, Figures, bool]:
+    """Measure and print; the machine file, its figures, and whether the box was busy."""
     import psutil
 
-    sizes, out = sizes or Sizes(), out or DEFAULT_OUT
     paths = [Path(path).absolute() for path in dict.fromkeys(swap)]
-    check_out(out)
     for path in paths:
         drives.check_path(path, sizes)
     _enough_memory(sizes)
@@ -60,9 +68,7 @@ def bench_command(swap: Sequence[str], out: Path | None, sizes: Sizes | None = N
             ways.append(f"{path}: {place.tier.io_name}")
     told = conditions(threads, busy, load) | {"io": ways, "bytes_per_swap_path": sizes.disk_bytes}
     told["took_s"] = round(time.perf_counter() - begin, 1)
-    write(out, text_of(figures, told, sizes.rounds))
-    _say_after(figures, is_busy(told), out)
-    return 0
+    return text_of(figures, told, sizes.rounds), figures, is_busy(told)
 
 
 def _processors(sizes: Sizes, threads: int) -> Iterator[Named]:
@@ -123,9 +129,11 @@ def _say_before(busy: float, load: float, paths: Sequence[Path]) -> None:
         )
 
 
-def _say_after(figures: Figures, busy: bool, out: Path) -> None:
+def _say_after(figures: Figures, busy: bool, out: Path, kept: Path | None) -> None:
     wide = list(figures.wide())
     if wide:
         why = "the machine was busy" if busy else "something else ran, or the machine is shared"
         print(f"rounds lie far apart for {', '.join(wide)}: {why}; measure again before you rely on them")
     print(f'written to {out}; `offloadz plan CONFIG --machine {out}`, or offload.machine = "{out}", reads it')
+    if kept is not None:
+        print(f'also kept as {kept}, which offload.machine = "auto" reads')

@@ -20,6 +20,7 @@ import torch
 
 from offloadz.bench.rounds import Measured
 from offloadz.config.values import to_toml
+from offloadz.plan.boxes import bench_file
 from offloadz.plan.errors import ConfigError
 from offloadz.runtime import native
 
@@ -118,6 +119,17 @@ def write(out: Path, text: str) -> None:
         raise ConfigError(f"--out {out}: {error.strerror}; the figures are those printed above") from error
     finally:
         beside.unlink(missing_ok=True)
+
+
+def keep(text: str) -> Path | None:
+    """The file once more where `offload.machine = "auto"` looks for it; None where it cannot be written."""
+    kept = bench_file()
+    try:
+        kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write(kept, text)
+    except (ConfigError, OSError):
+        return None
+    return kept
 
 
 def _processor() -> str:

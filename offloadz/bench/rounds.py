@@ -48,6 +48,10 @@ class Sizes:
         return self.extent_bytes * self.num_extents + self.part_bytes * self.num_parts
 
 
+QUICK = Sizes(rounds=2, hidden=768, inner=2048, elements=8 << 20, copy_bytes=64 << 20, extent_bytes=64 << 20)
+"""A few seconds, before a run on a box that was never measured."""
+
+
 @dataclass(frozen=True)
 class Measured:
     """A rate, and the distance between its largest and smallest round as a share of it."""

@@ -135,7 +135,9 @@ class OffloadConfig:
     optimizer: str = _key("auto", "text", "tier of the optimizer state", choices=_TIERS, free=True)
     activations: str = _key("auto", "text", "tier of the inputs of blocks", choices=_TIERS, free=True)
     swap: tuple[str, ...] = _key((), "texts", "directories; of several each gets a share by its speed", free=True)
-    machine: str = _key("auto", "text", "a machine file or catalogue name; auto: this box", free=True)
+    machine: str = _key(
+        "auto", "text", "a machine file or name of the catalogue; auto: this box's last bench", free=True
+    )
     device_memory: str = _key("auto", "size", 'most bytes used there, such as "22GiB"', free=True)
     host_memory: str = _key("auto", "size", 'most bytes used there, such as "48GiB"', free=True)
     slots: int = _key(0, "int", "blocks in flight; 0: the plan decides", low=0, free=True)

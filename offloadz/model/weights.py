@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from offloadz.memory.host import map_large_blocks
 from offloadz.model.conversion import Cut, file_names
 from offloadz.model.sources import FileSource, RandomSource, Source, persistent_buffers, put_parameter, tie_groups
 from offloadz.model.vocabulary import Added, GrownSource, grow
@@ -30,6 +31,9 @@ from offloadz.plan.errors import ConfigError
 _sources: weakref.WeakKeyDictionary[nn.Module, Source] = weakref.WeakKeyDictionary()
 _names: weakref.WeakKeyDictionary[nn.Module, Names] = weakref.WeakKeyDictionary()
 _constructing = threading.RLock()
+
+PASSING_BYTES = 128 << 10
+"""Parameters from this size on are mapped by themselves while a module is built."""
 
 
 @dataclass(frozen=True)
@@ -175,11 +179,15 @@ def _parameters_on_meta() -> Iterator[None]:
         self._parameters[name] = seen[param]
 
     with _constructing:
+        # Each parameter exists for a moment, in memory that nobody touches; on the heap they would leave holes as large
+        # as the model, and whatever is computed later would fill them (15 MiB a block of a 13B, 128 tokens).
+        map_large_blocks(PASSING_BYTES)
         nn.Module.register_parameter = register  # type: ignore[method-assign]
         try:
             yield
         finally:
             nn.Module.register_parameter = plain  # type: ignore[method-assign]
+            map_large_blocks()
 
 
 def _cast_parameters(model: nn.Module, dtype: torch.dtype) -> None:

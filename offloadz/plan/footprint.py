@@ -155,7 +155,9 @@ def footprint(
     save = {**still, **resting, "checkpoint": kept_checkpoints}
     export = {**still, **resting, "checkpoint": {"final": spec.num_elements * export_item_bytes}}
     data = {"host": {"interpreter": baseline_bytes, "tokenizer and records": reading_bytes}}
-    load = {**still, "host": still["host"] | drawn}
+    # Slots that a drive fills are locked for it where the limit allows, and with that resident from the start.
+    fixed = {k: v for k, v in resting["host"].items() if k.startswith("slots host")}
+    load = {**still, "host": still["host"] | drawn | fixed}
     return Footprint({"data": data, "load": load, "step": step, "save": save, "export": export})
 
 

@@ -1,8 +1,8 @@
 """Was the plan right: what it said beside what a run measured, and which lane it was wrong about.
 
 Takes the object of `plan.json` and lines of `metrics.jsonl`, so a run can ask it about itself and a report about any
-run.  A measured time is the median of the steady steps.  The trade-off: the first step of each start and skipped steps
-are left out, because they update nothing or load first; a run of a few steps therefore gets no verdict.
+run.  A measured time is the median of the steady steps.  The trade-off: the first step of each start, those that write
+to fresh extents, and skipped steps are left out; a run of a few steps therefore gets no verdict.
 """
 
 from __future__ import annotations
@@ -92,12 +92,14 @@ def verdict(plan: Mapping[str, Any], lines: Sequence[Line], firsts: Collection[i
 
     `plan` is `plan.json`, `lines` are those of `metrics.jsonl`, `firsts` the first step after each start.
     """
-    usual = steady(lines, firsts)
+    # Until each copy of the state was written once, its extents are fresh ones, which drives write more slowly.
+    usual = steady(lines, {*firsts, *range(1, 1 + int(plan.get("copies", 1)))})
     if len(usual) < LEAST_STEPS:
         return None
     step_s = median(line["step_s"] for line in usual)
     busy = {lane: median(line["busy_s"].get(lane, 0.0) for line in usual) for lane in LANES}
-    told = {lane: float(plan["busy_s"].get(lane, 0.0)) for lane in LANES}
+    taken = plan.get("taken_s") or plan["busy_s"]
+    told = {lane: float(taken.get(lane, 0.0)) for lane in LANES}
     lanes = tuple(Compared(lane, told[lane], busy[lane], "s") for lane in LANES if told[lane] or busy[lane])
     step = Compared("step time", float(plan["step_s"]), step_s, "s")
     full = float(plan["tokens_per_s"]) * float(plan["step_s"])

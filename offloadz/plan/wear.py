@@ -8,6 +8,7 @@ trade-off: only steps are counted.  Filling the drive at the start and checkpoin
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,8 +16,8 @@ from typing import Any
 from offloadz.plan.change import human
 from offloadz.plan.machine import Drive
 from offloadz.plan.placement import Placement
-from offloadz.plan.recipes import cheaper
-from offloadz.plan.spec import ModelSpec, aligned
+from offloadz.plan.recipes import Recipe, cheaper
+from offloadz.plan.spec import ModelSpec, Part, aligned
 
 HOW_TO_TELL = "offloadz plan --set endurance=600TB, or endurance under [[drive]] in the file of offload.machine"
 
@@ -102,9 +103,9 @@ def wear_of(spec: ModelSpec, placement: Placement, written_bytes: int, step_s: f
     trained = sum(unit.num_trainable for unit in spec.units)
     less = []
     if placement.optimizer == "disk":
-        rest = written_bytes - _state_bytes(spec)
+        rest = written_bytes - _state_bytes(spec, spec.recipe)
         for recipe in cheaper(spec.recipe, spec.dtype):
-            written = rest + _state_bytes(spec.with_recipe(recipe))
+            written = rest + _state_bytes(spec, recipe)
             less += [(recipe.state, written)] if written < written_bytes else []
     return Wear(written_bytes, step_s, trained, drive, tuple(less))
 
@@ -113,6 +114,8 @@ def _size(nbytes: int) -> str:
     return f"{nbytes / (1 << 40):,.1f}TiB" if nbytes >= 1 << 40 else human(nbytes)
 
 
-def _state_bytes(spec: ModelSpec) -> int:
-    """Optimizer state that a step writes: that of trained parts, in whole pages."""
-    return sum(aligned(u.parts[part].state_bytes) for u in spec.units for part in u.trained_parts)
+def _state_bytes(spec: ModelSpec, recipe: Recipe) -> int:
+    """State of a recipe that a step writes: that of trained parts, in whole pages; each kind is sized once."""
+    parts = (unit.parts[k] for unit in spec.units for k in unit.trained_parts)
+    kinds = Counter((part.dtype, part.num_elements, part.num_blocks) for part in parts)
+    return sum(n * aligned(Part(0, 0, size, dtype, recipe, k).state_bytes) for (dtype, size, k), n in kinds.items())

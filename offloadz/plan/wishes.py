@@ -14,6 +14,7 @@ from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from offloadz.plan.boxes import bench_file
 from offloadz.plan.catalogue import (
     BYTES,
     COUNT,
@@ -132,7 +133,8 @@ def _reading_bytes(config: Config, directory: Path) -> int:
 def asked_machine(config: Config, name: str | None = None, facts: DeviceFacts | None = None) -> Machine:
     """The box a plan is for: `name` (a file or catalogue name) as it stands; else this one.
 
-    A file of `offload.machine` says what is known of this one, so it lowers its memory and cores and never raises them.
+    A file of `offload.machine`, or with "auto" that of the last bench, says what is known of this one, so it lowers its
+    memory and cores and never raises them.
     `facts`: the device that was found here and computes; that of another box does, unless `offload.device = "cpu"`.
     """
     box, told = probe_machine(), config.offload.machine
@@ -142,7 +144,9 @@ def asked_machine(config: Config, name: str | None = None, facts: DeviceFacts | 
     if name:
         return read_machine(name, box, swap, gpu=config.offload.device != "cpu")
     if told == "auto":
-        return with_found(box, facts)
+        if not bench_file().is_file():
+            return with_found(box, facts)
+        told = str(bench_file())
     found = read_machine(told, box, swap, gpu=facts is not None)
     if found.host_bytes > box.host_bytes:
         device_bytes = box.host_bytes if found.unified else found.device_bytes

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from offloadz.memory.host import Growth
 from offloadz.plan.ops import Op
 
 Action = Callable[[Op], None]
@@ -139,6 +140,7 @@ class InlineLane:
     def __init__(self) -> None:
         self.clock = Clock()
         self.work: Action = no_work
+        self.growth = Growth()
         self.on_host = False
         """Whether the work is the host's, and so begins when what it follows is done: here all work is."""
 
@@ -151,6 +153,7 @@ class InlineLane:
         start = time.perf_counter()
         self.work(op)
         self.clock.add(op, asked, start, time.perf_counter())
+        self.growth.check()
         event = Event()
         event.set()
         return event
@@ -159,7 +162,8 @@ class InlineLane:
         """Wait until all that was submitted is done; it is when `submit` returns."""
 
     def close(self) -> None:
-        """Nothing to end: the thread is the caller's."""
+        """No thread to end: it is the caller's."""
+        self.growth.close()
 
 
 def no_work(op: Op) -> None:

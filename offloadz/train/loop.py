@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -30,7 +31,6 @@ from offloadz.model.together import by_first
 from offloadz.model.told import seed_all
 from offloadz.plan.errors import ConfigError
 from offloadz.plan.search import Plan, human
-from offloadz.plan.timeline import Span, Timeline, trace_path
 from offloadz.runtime.meter import process_bytes
 from offloadz.runtime.ranks import Solo, join
 from offloadz.runtime.tracing import traced
@@ -44,9 +44,10 @@ from offloadz.train.begin import (
     start_for_all,
 )
 from offloadz.train.checkpoint import load_checkpoint, newest_order, prune_weights, save_checkpoint
+from offloadz.train.closing import PlanCheck
 from offloadz.train.data import Loader
 from offloadz.train.evaluation import evaluated
-from offloadz.train.metrics import SAMPLES, Metrics, Unwritten, plain
+from offloadz.train.metrics import SAMPLES, Metrics, Unwritten, plain, write_trace
 from offloadz.train.offloaded import begun, tell_kept, tell_swap, tell_unlinked
 from offloadz.train.planning import Task, decided, plan_lines, read_task, task_lines
 from offloadz.train.progress import Display
@@ -68,6 +69,9 @@ SAMPLED_SHARE = 4
 """A micro-batch's tokens over those of samples asked at once: keys and values of all blocks stay below one's graph."""
 
 
+Measure = Callable[["Config", int, Callable[[str], None]], None]
+
+
 class RunStopped(RuntimeError):
     """A run ended itself: too many skipped updates, or too much memory; the message says what to change."""
 
@@ -83,9 +87,10 @@ class Progress:
     skipped_in_row: int = 0
 
 
-def train(config: Config) -> int:
+def train(config: Config, measure: Measure = lambda *_: None) -> int:
     """Train as configured; 0 when the run is finished, 130 or 143 after a signal.
 
+    `measure` is given the configuration and the number of steps before the plan is made: it may measure the box.
     Raises the errors of `plan/errors.py`, and `RunStopped`.
     """
     console = Console(highlight=False, soft_wrap=True)
@@ -93,12 +98,12 @@ def train(config: Config) -> int:
     console.quiet = ranks.rank > 0
     with Signals(echo_s=ECHO_S if ranks.size > 1 else 0.0) as signals, ExitStack() as stack:
         try:
-            return _train(config, console, signals, stack, ranks)
+            return _train(config, console, signals, stack, ranks, measure)
         except Interrupted as interrupted:
             return interrupted.status
 
 
-def _train(config: Config, console: Console, signals: Signals, stack: ExitStack, ranks: Solo) -> int:
+def _train(config: Config, console: Console, signals: Signals, stack: ExitStack, ranks: Solo, measure: Measure) -> int:
     def say(text: str) -> None:
         console.print(text, markup=False)
 
@@ -115,6 +120,7 @@ def _train(config: Config, console: Console, signals: Signals, stack: ExitStack,
         say(f"this run is finished: {task.num_steps} steps, {output / 'final'}; {more}")
         return 0
     by_first(ranks, lambda: (check_swap(config, say), forget_ranks(config, output)))
+    by_first(ranks, lambda: measure(config, task.num_steps, say))
     plan = decided(config, task.prompts, say, ranks)
     for line in plan_lines(plan, config):
         say(f"plan: {line}")
@@ -160,6 +166,7 @@ class Training:
         last = (progress.step, progress.evaluated_step, progress.sampled_step)
         self.metrics = Metrics(self.output, *last) if run.ranks.rank == 0 else Unwritten()
         self.display = Display(console, self.progress.step, task.num_steps, config.train.log_every)
+        self.check = PlanCheck(plan, self.output / "plan.json" if run.ranks.rank == 0 else None, task.num_steps)
         self.due_line: dict[str, Any] | None = None
         """The line of the newest step, whose updates are still under way."""
         if line is not None and self.metrics.last_step < line["step"]:
@@ -203,12 +210,14 @@ class Training:
         with traced(self.run.session.lanes) if watched else nullcontext([]) as spans:
             self.run.step(batch)
         if watched and self.ranks.rank == 0:
-            self._write_trace(self.progress.step + 1, spans)
+            write_trace(self.output, self.progress.step + 1, spans)
         self._write_due()  # the updates of the step before are done when this one is decided
         report, progress = self.run.report, self.progress
         progress.step += 1
         self.due_line = self._line(report)
         self.display.step(self.due_line)
+        for text in self.check.add(self.due_line):
+            self.display.say(text)
         if report.skipped:
             progress.num_skipped, progress.skipped_in_row = progress.num_skipped + 1, progress.skipped_in_row + 1
             self._check_skipped(report)
@@ -223,6 +232,7 @@ class Training:
         line["tokens"] = self.loader.last_num_tokens  # what fills a packed row up is no token of a sample
         line["tokens_per_s"] = line["tokens"] / report.step_s if report.step_s > 0 else 0.0
         line["predicted_step_s"] = self.plan.step_s
+        line["bytes"]["host_planned"] = self.plan.peak["host"]
         if not report.skipped:
             del line["reason"]
         if self.config.debug.samples:
@@ -233,11 +243,6 @@ class Training:
         if self.due_line is not None:
             self.metrics.write(self.due_line)
             self.due_line = None
-
-    def _write_trace(self, step: int, spans: list[Span]) -> None:
-        path = trace_path(self.output, step)
-        path.parent.mkdir(exist_ok=True)
-        write_text(path, json.dumps(Timeline(tuple(spans), f"step {step}, measured").trace()))
 
     def _check_skipped(self, report: StepReport) -> None:
         row, most = self.progress.skipped_in_row, self.config.train.max_skipped

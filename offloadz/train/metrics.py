@@ -12,12 +12,14 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from offloadz.memory.record import flush_directory
+from offloadz.model.aside import write_text
 from offloadz.plan.errors import DiskFailed
+from offloadz.plan.timeline import Span, Timeline, trace_path
 
 METRICS = "metrics.jsonl"
 CURVES = ("loss", "lr", "grad_norm", "step_s", "tokens_per_s", "eval_loss")
@@ -98,6 +100,13 @@ class Unwritten(Metrics):
     def sync_lines(self) -> None: ...
 
     def close(self) -> None: ...
+
+
+def write_trace(directory: Path, step: int, spans: Sequence[Span]) -> None:
+    """The measured timeline of a step, beside the metrics."""
+    path = trace_path(directory, step)
+    path.parent.mkdir(exist_ok=True)
+    write_text(path, json.dumps(Timeline(tuple(spans), f"step {step}, measured").trace()))
 
 
 def plain(value: Any) -> Any:

@@ -93,9 +93,10 @@ def test_a_bench_of_this_box_changes_what_is_predicted(swap: Path, tmp_path: Pat
         f'[model]\npath = "{tmp_path}/model"\ninit = "random"\n[data]\nmax_length = 64\n[train]\n'
         f'output = "{tmp_path}/out"\n[offload]\nswap = ["{swap}"]\noptimizer = "disk"\n'
     )
-    bench_command([str(swap)], tmp_path / "box.toml", SMALL)
     plain = question(load_config(config)).answer()
+    bench_command([str(swap)], tmp_path / "box.toml", SMALL)
     for asked in (
+        question(load_config(config)),  # the last bench of this box
         question(load_config(config, [f"offload.machine={tmp_path}/box.toml"])),
         question(load_config(config), f"{tmp_path}/box.toml"),
     ):

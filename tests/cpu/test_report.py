@@ -204,7 +204,7 @@ def test_the_timeline_is_the_plans_own(finished: Path) -> None:
     assert timeline is not None and note.startswith("Simulated, by the same walk")
     busy = timeline.busy_s()
     assert {lane: s for lane, s in busy.items() if s} == pytest.approx(
-        {lane: s for lane, s in run.plan["busy_s"].items() if s}, rel=0.02
+        {lane: s for lane, s in run.plan["taken_s"].items() if s}, rel=0.02
     )
     _, note = simulated(run.config, {**run.plan, "step_s": 2 * run.plan["step_s"]})
     assert note.startswith("Simulated anew")

@@ -64,7 +64,16 @@ def test_a_whole_run_on_disk(tmp_path: Path, swap: Path, capsys: pytest.CaptureF
     steps = [line for line in lines if "loss" in line]
     assert [line["step"] for line in steps] == list(range(1, 13)) and all(set(line) == KEYS for line in steps)
     assert set(steps[0]["busy_s"]) == {"device", "h2d", "d2h", "cpu", "disk_read", "disk_write", "net"}
-    told = {"device_peak", "host_peak", "host_resident", "locked", "disk_held", "disk_read", "disk_written"}
+    told = {
+        "device_peak",
+        "host_peak",
+        "host_resident",
+        "host_planned",
+        "locked",
+        "disk_held",
+        "disk_read",
+        "disk_written",
+    }
     assert set(steps[0]["bytes"]) == told
     for found in (line["bytes"] for line in steps):
         assert 2**27 < found["host_resident"] <= found["host_peak"]

@@ -1,0 +1,69 @@
+"""Memory that is free in the allocator and resident all the same: it must not grow with the depth of a model."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+MEASURE = """
+import ctypes, sys
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+libc.free.argtypes = [ctypes.c_void_p]
+class Info(ctypes.Structure):
+    names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
+    _fields_ = [(name, ctypes.c_size_t) for name in names.split()]
+libc.mallinfo2.restype = Info
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * 4096
+"""
+HOLES = """
+from offloadz.memory.host import SLACK_BYTES, Growth, map_large_blocks
+map_large_blocks()
+growth = Growth()
+growth.check()
+before = resident()
+large, small = [], []
+for _ in range(64):
+    large.append(libc.malloc(3 << 20)); ctypes.memset(large[-1], 1, 3 << 20)
+    small.append(libc.malloc(3000))
+for block in large:
+    libc.free(block)
+held = resident() - before
+growth.check()
+print(held >> 20, (resident() - before) >> 20, SLACK_BYTES >> 20)
+few = libc.malloc(3 << 20); ctypes.memset(few, 1, 3 << 20); libc.free(few)
+held = resident()
+growth.check()  # within the slack: nothing is given back, and nothing has to be paged in again
+print(resident() == held)
+growth.close()
+"""
+LOADED = """
+import offloadz, torch
+from transformers import AutoModelForCausalLM
+before = libc.mallinfo2()
+model = offloadz.load(sys.argv[1], dtype=torch.bfloat16, init="random")
+after = libc.mallinfo2()
+print(sum(p.numel() for p in model.parameters()) * 4 >> 20, (after.arena - before.arena) >> 20)
+"""
+
+
+def said(code: str, *words: str) -> list[str]:
+    done = subprocess.run([sys.executable, "-c", MEASURE + code, *words], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def test_holes_between_small_blocks_are_given_back_once_they_are_many() -> None:
+    held, left, slack, kept = said(HOLES)
+    assert int(held) > 150 and int(left) < 20 < int(slack) and kept == "True"
+
+
+def test_building_a_module_leaves_no_holes(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 40, "num_attention_heads": 8}
+    told = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 512, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(told))
+    weights, grown = map(int, said(LOADED, str(tmp_path)))
+    assert weights > 400 and grown < 60, f"parameters of {weights} MiB left a heap {grown} MiB larger"
