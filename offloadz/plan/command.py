@@ -89,6 +89,11 @@ def _config(config_path: str | Path, overrides: Sequence[str]) -> Config:
     return load_config(config_path, list(overrides))
 
 
+def _of_ranks(plan: Plan) -> str:
+    share = plan.placement.share
+    return f" and rank, {share.ranks} ranks" if share.ranks > 1 else ""
+
+
 def _print_plan(asked: Question, plan: Plan) -> None:
     from rich import box
     from rich.console import Console
@@ -100,7 +105,7 @@ def _print_plan(asked: Question, plan: Plan) -> None:
     console.print(
         f"{spec.num_elements / 1e6:,.1f} M parameters ({trained / 1e6:,.1f} M trained), {len(spec.units)} units, "
         f"weights {spec.dtype}, compute {plan.placement.compute} on {plan.device}, "
-        f"{plan.batch.rows} rows of {plan.batch.length} tokens a step"
+        f"{plan.batch.rows} rows of {plan.batch.length} tokens a step{_of_ranks(plan)}"
     )
     table = Table("tier", *PHASES, "peak", "may use", box=box.SIMPLE, title="bytes, predicted", title_justify="left")
     for tier in TIERS:

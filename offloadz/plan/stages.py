@@ -45,6 +45,7 @@ def decide_for(spec: ModelSpec, machine: Machine, wishes: Wishes) -> Plan:
     return replace(
         plan,
         tokens_per_s=plan.tokens_per_s * wishes.ranks,
+        wear=plan.wear.times(wishes.ranks),
         reasons=(f"zero stage {stage} of {wishes.ranks} ranks: {why}", *plan.reasons),
     )
 

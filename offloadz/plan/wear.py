@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from offloadz.plan.change import human
@@ -32,6 +32,11 @@ class Wear:
     drive: Drive | None = None
     less: tuple[tuple[str, int], ...] = ()
     """(`optimizer.state`, bytes a step) of formats that write less; empty unless that state is on disk."""
+
+    def times(self, ranks: int) -> Wear:
+        """Of several ranks that write as much each to the same drives."""
+        less = tuple((state, ranks * written) for state, written in self.less)
+        return replace(self, written_bytes=ranks * self.written_bytes, less=less)
 
     def life_steps(self, written_bytes: int) -> int | None:
         """Steps until the endurance is used up at so many bytes a step; None where there is no end, or none known."""

@@ -1,0 +1,62 @@
+"""Plans for several ranks: the lowest stage that fits, what each rank keeps, and what all of them wear a drive by."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from offloadz.plan.machine import Drive, Machine
+from offloadz.plan.search import Wishes, decide
+from offloadz.plan.shapes import ParamInfo, TableInfo, make_spec
+from offloadz.plan.share import Share
+from offloadz.plan.spec import PAGE_BYTES, ModelSpec
+from offloadz.plan.stages import decide_for
+
+WIDTH, LAYERS = 1024, 8
+GIB = 1 << 30
+
+
+def spec() -> ModelSpec:
+    blocks = [ParamInfo(f"layers.{i}.{k}", (WIDTH, 4 * WIDTH)) for i in range(LAYERS) for k in "ab"]
+    prefixes = [f"layers.{i}" for i in range(LAYERS)]
+    table = ParamInfo("table.weight", (4000, WIDTH))
+    return make_spec([table, *blocks], prefixes, [TableInfo("table", "table.weight")], dtype="bfloat16")
+
+
+def machine(gib: float) -> Machine:
+    drive = Drive("any", endurance_bytes=10**15)
+    return Machine("any", int(gib * GIB), "test", device_bytes=int(gib * GIB), cores=4, drive=drive)
+
+
+@pytest.mark.parametrize("ranks", (2, 3, 8))
+def test_shards_are_equal_on_pages_and_cover_every_element(ranks: int) -> None:
+    for unit in spec().units:
+        shared = [replace(unit, share=Share(rank, ranks, 3)) for rank in range(ranks)]
+        for one in shared:
+            assert all(n * 2 % PAGE_BYTES == 0 for n in one.shard_elements)
+            assert one.parts == shared[0].parts
+        owned = sorted(k for one in shared for k in one.own_parts)
+        assert owned == list(range(len(shared[0].parts)))
+        assert sum(p.num_elements for p in shared[0].parts) == unit.num_elements
+        assert len({one.weight_bytes for one in shared}) == 1
+        assert shared[0].weight_bytes <= -(-unit.weight_bytes // ranks) + len(unit.sections) * PAGE_BYTES * WIDTH
+
+
+def test_auto_takes_the_lowest_stage_that_fits() -> None:
+    needed = {}
+    for stage in (0, 1, 3):
+        plan = decide_for(spec(), machine(64), Wishes(4, 128, ranks=4, zero_stage=stage, slots=2, recompute="all"))
+        needed[stage] = 4 * plan.peak["host"] / GIB / 0.9
+    assert needed[0] > needed[1] > needed[3]
+    for stage, most in needed.items():
+        plan = decide_for(spec(), machine(most * 1.001), Wishes(4, 128, ranks=4, slots=2, recompute="all"))
+        assert plan.fits and plan.placement.share.stage == stage
+
+
+def test_all_ranks_wear_the_drive() -> None:
+    disk = Wishes(4, 128, swap=True, optimizer="disk", gradients="host", parameters="host", commit="hold", copies=1)
+    alone = decide(spec(), machine(64), disk)
+    four = decide_for(spec(), machine(64), replace(disk, ranks=4, zero_stage=3))
+    assert four.wear.written_bytes == pytest.approx(alone.wear.written_bytes, rel=0.02)
+    assert four.batch.rows == 1 and four.placement.share == Share(0, 4, 3)
