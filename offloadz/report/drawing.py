@@ -104,8 +104,8 @@ def _for_page(svg: str, name: str, title: str) -> str:
 
 
 def numbers(values: Sequence[float | None]) -> list[float]:
-    """Values with a gap (NaN) where there is none."""
-    return [math.nan if value is None else float(value) for value in values]
+    """Values with a gap (NaN) where there is none, or none that is a number."""
+    return [float(value) if isinstance(value, int | float) else math.nan for value in values]
 
 
 def bucketed(xs: Sequence[float], ys: Sequence[float], most: int = MOST_POINTS) -> tuple[list[Any], int]:

@@ -21,6 +21,7 @@ from markupsafe import Markup
 from offloadz.config import Config
 from offloadz.config.values import to_toml
 from offloadz.model.aside import write_text
+from offloadz.plan.errors import ConfigError
 from offloadz.plan.footprint import PHASES, TIERS
 from offloadz.plan.search import human
 from offloadz.plan.timeline import read_traces
@@ -41,11 +42,13 @@ Page = dict[str, Any]
 def report_command(directory: Path, out: Path | None) -> int:
     """Write the page of a run to `out` (default: report.html in the run directory), private as the run's own files.
 
-    Raises ConfigError for what is no run, DiskFailed where the page cannot be written.
+    Raises ConfigError for what is no run or no place for a file, DiskFailed where the page cannot be written.
     """
     require_matplotlib()
     run = read_run(directory)
     target = out or directory / "report.html"
+    if target.is_dir() or not target.parent.is_dir():
+        raise ConfigError(f"-o {target}: needs the name of a file in a directory that is there")
     write_text(target, render(run))
     for note in run.notes:
         print(f"note: {note}")

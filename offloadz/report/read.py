@@ -91,6 +91,7 @@ def read_run(directory: Path) -> RunFiles:
         )
     notes: list[str] = [*_left_out(raw, len(lines))]
     tables, plan, data = (_object(directory / name, notes) for name in ("config.toml", "plan.json", "data.json"))
+    plan = _plan(plan, notes)
     last = max(line["step"] for line in lines)
     finished = (_quiet_object(directory / "finished.json") or {}).get("step") == last
     held = is_held(directory)
@@ -118,6 +119,18 @@ def _left_out(raw: bytes, num_read: int) -> Iterator[str]:
         yield f"The last line of {METRICS} is half written and left out."
     elif missing:
         yield f"{METRICS} is damaged at line {num_read + 1}: that line and all behind it ({missing}) are left out."
+
+
+PLAN_KINDS = {"bytes": dict, "busy_s": dict, "peak": dict, "terms": dict, "limits": dict, "placement": dict}
+"""What a plan holds under keys that are read deeper."""
+
+
+def _plan(plan: dict[str, Any] | None, notes: list[str]) -> dict[str, Any] | None:
+    """The plan, or None and a note where it is none by its form."""
+    wrong = [key for key, kind in PLAN_KINDS.items() if not isinstance((plan or {}).get(key, kind()), kind)]
+    if wrong:
+        notes.append(f"plan.json is no plan of a run: {', '.join(wrong)} cannot be read.")
+    return None if wrong else plan
 
 
 def _object(path: Path, notes: list[str]) -> dict[str, Any] | None:

@@ -294,6 +294,22 @@ def test_one_step_is_enough_for_a_page_and_too_few_for_a_verdict(run: Path) -> N
     assert "No verdict" in page and "compared" not in Read(page).tables and "chart-step-time" in page
 
 
+@pytest.mark.parametrize("plan", ['{"step_s": "soon"}', '{"step_s": 3, "bytes": [], "peak": {}}', "{}"])
+def test_what_is_no_number_is_a_gap(run: Path, plan: str) -> None:
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    lines[1] = json.dumps(json.loads(lines[1]) | {"loss": "low", "busy_s": 7})
+    (run / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    (run / "plan.json").write_text(plan)
+    assert report_command(run, None) == 0
+    assert re.search("cannot be compared|is no plan of a run: bytes", (run / "report.html").read_text())
+
+
+def test_a_page_needs_a_place(run: Path) -> None:
+    for out in (run, run / "none" / "page.html"):
+        with pytest.raises(ConfigError, match="needs the name of a file in a directory that is there"):
+            report_command(run, out)
+
+
 def test_damage_in_the_middle_is_told(run: Path) -> None:
     body = (run / METRICS).read_bytes().splitlines(keepends=True)
     (run / METRICS).write_bytes(b"".join([*body[:3], b"not json\n", *body[4:]]))
