@@ -17,7 +17,7 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
-from offloadz.plan.kept import graph_kept_bytes, holes_bytes, kept_bytes
+from offloadz.plan.kept import graph_kept_bytes, kept_bytes
 from offloadz.plan.placement import Placement, home_bytes, passing_bytes, slot_bytes
 from offloadz.plan.spec import ITEM_BYTES, ModelSpec, Unit, aligned
 
@@ -186,8 +186,7 @@ def computation(spec: ModelSpec, placement: Placement, batch: Batch) -> dict[str
         own = max((graph_kept_bytes(spec, s, placement, batch) for s in seats), default=0) // batch.num_micros
         beside = max(chunk, block - own)
         if kept + beside >= block or placement.kept == len(spec.unfolding_seats):
-            holes = holes_bytes(spec, placement, batch)
-            return found | {"kept graphs": kept, "holes between them": holes, "beside a kept graph": beside}
+            return found | {"kept graphs": kept, "beside a kept graph": beside}
     if block >= chunk:
         return found | {"one block's graph": graph, "largest weight gradient": widest * 4}
     return found | {"logits of a chunk": chunk}

@@ -58,22 +58,6 @@ def graph_token_bytes(spec: ModelSpec, seat: int, placement: Placement, batch: B
     return float(item * (sum(_block_elements(spec, u) for u in units) + scores))
 
 
-LARGE_BYTES = 4 << 20
-"""From here on a block of memory is mapped by itself and leaves no hole (`memory/host.py`)."""
-
-HOLES = 0.7
-"""What the C allocator holds free between graphs, a share of what they keep in blocks below `LARGE_BYTES`: a freed
-block of an aligned size fits no other of that size.  Measured with glibc 2.36: 240 to
-310 MiB beside 380 of such tensors."""
-
-
-def holes_bytes(spec: ModelSpec, placement: Placement, batch: Batch) -> int:
-    """Bytes between kept graphs that nothing uses, where they lie in host memory."""
-    item = ITEM_BYTES[placement.compute] * batch.tokens_per_micro
-    small = sum(0 < width * item < LARGE_BYTES for width in (spec.hidden_size, spec.intermediate_size))
-    return int(kept_bytes(spec, placement, batch) * HOLES * small / 2) if placement.unified else 0
-
-
 def _block_elements(spec: ModelSpec, unit: Unit) -> int:
     """Elements per token that autograd saves of a block's forward, attention scores apart."""
     members = [m for s in unit.sections for m in s.members]
@@ -124,8 +108,7 @@ def graph_room(
     if not placement.kept:
         return -1
     tier = "host" if placement.unified else "device"
-    kept = kept_bytes(spec, placement, batch) + holes_bytes(spec, placement, batch)
-    return (limits[tier] or 0) - found.bytes[tier]["step"] + kept
+    return (limits[tier] or 0) - found.bytes[tier]["step"] + kept_bytes(spec, placement, batch)
 
 
 def kept_reason(spec: ModelSpec, placement: Placement, batch: Batch, recompute: str) -> str:

@@ -100,17 +100,6 @@ def test_the_footprint_counts_kept_graphs_and_no_inputs_saved_for_them() -> None
     assert graph_kept_bytes(spec, head, none, BATCH) == 8 * 512 * 4096 * 4  # logits in fp32
 
 
-def test_small_tensors_leave_holes_and_large_ones_none() -> None:
-    """On a device of its own there is another allocator."""
-    spec = llama()
-    for rows, share in ((1, 0.7), (2, 0.35), (4, 0.0)):
-        batch, place = replace(BATCH, micro_rows=rows), Placement(kept=4)
-        found = footprint(spec, place, batch).terms["step"]["host"]
-        assert found["holes between them"] == int(found["kept graphs"] * share), rows
-    device = footprint(spec, replace(Placement(kept=4), unified=False), BATCH).terms["step"]["device"]
-    assert device["kept graphs"] > 0 == device["holes between them"]
-
-
 def test_a_kept_turn_saves_no_input_and_takes_a_third_less_time() -> None:
     spec, machine = llama(), probe_machine()
     disk = Placement("disk", "disk", "disk", "disk")
@@ -145,7 +134,7 @@ def test_as_many_are_kept_as_there_is_room_for() -> None:
     spec = llama()
     least = wished(spec, 1 << 40, "all").peak["host"]
     kept = []
-    for more in (0, 150 << 20, 350 << 20, 1 << 34):
+    for more in (0, 150 << 20, 250 << 20, 1 << 34):
         plan = wished(spec, least + more)
         kept.append(plan.placement.kept)
         assert plan.fits and plan.peak["host"] <= least + more
