@@ -47,6 +47,12 @@ def _no_bench(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path_factory.getbasetemp() / "state" / str(id(monkeypatch))))
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _no_bench_of_the_user(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The same for what runs of a whole module are made under."""
+    os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.getbasetemp() / "state" / "shared")
+
+
 @pytest.fixture
 def swap(tmp_path: Path) -> Iterator[Path]:
     """A swap directory; afterwards no lane of a run may be alive and no file may be left in it."""
