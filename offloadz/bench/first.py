@@ -18,6 +18,7 @@ from offloadz.memory.host import give_back
 from offloadz.plan.boxes import bench_file
 from offloadz.plan.errors import ConfigError, DiskFailed
 from offloadz.plan.wishes import question
+from offloadz.runtime.devices import facts_named
 
 if TYPE_CHECKING:
     from offloadz.config import Config
@@ -26,11 +27,12 @@ LONG_S = 600.0
 """Seconds that a run has to take, by typical rates."""
 
 
-def measure_first(config: Config, num_steps: int, say: Callable[[str], None]) -> None:
-    """Measure this box and keep it, if it is worth it; what cannot be measured is said and nothing more."""
+def measure_first(config: Config, num_steps: int, say: Callable[[str], None], ranks: int = 1) -> None:
+    """Measure this box and keep it, if it is worth it for a run of so many ranks; what cannot be measured is said and
+    nothing more."""
     if config.offload.machine != "auto" or bench_file().exists():
         return
-    plan = question(config).answer()
+    plan = question(config, sets=(f"ranks={ranks}",), find=facts_named).answer()
     if not plan.fits or plan.step_s * num_steps < LONG_S:
         return
     say("machine: this one was never measured; a quick bench, once (`offloadz bench --swap DIR` is a better one)")

@@ -69,7 +69,7 @@ SAMPLED_SHARE = 4
 """A micro-batch's tokens over those of samples asked at once: keys and values of all blocks stay below one's graph."""
 
 
-Measure = Callable[["Config", int, Callable[[str], None]], None]
+Measure = Callable[["Config", int, Callable[[str], None], int], None]
 
 
 class RunStopped(RuntimeError):
@@ -90,7 +90,7 @@ class Progress:
 def train(config: Config, measure: Measure = lambda *_: None) -> int:
     """Train as configured; 0 when the run is finished, 130 or 143 after a signal.
 
-    `measure` is given the configuration and the number of steps before the plan is made: it may measure the box.
+    `measure(config, steps, say, ranks)` is called before the plan is made: it may measure the box.
     Raises the errors of `plan/errors.py`, and `RunStopped`.
     """
     console = Console(highlight=False, soft_wrap=True)
@@ -120,7 +120,7 @@ def _train(config: Config, console: Console, signals: Signals, stack: ExitStack,
         say(f"this run is finished: {task.num_steps} steps, {output / 'final'}; {more}")
         return 0
     by_first(ranks, lambda: (check_swap(config, say), forget_ranks(config, output)))
-    by_first(ranks, lambda: measure(config, task.num_steps, say))
+    by_first(ranks, lambda: measure(config, task.num_steps, say, ranks.size))
     plan = decided(config, task.prompts, say, ranks)
     for line in plan_lines(plan, config):
         say(f"plan: {line}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -99,6 +100,13 @@ def test_a_long_run_on_a_box_nobody_measured_measures_it_once(
     first.measure_first(config, 1 << 40, lines.append)
     assert len(lines) == 2 and bench_file().read_text() == before
     assert not [*(tmp_path / "swap").iterdir()]
+
+
+def test_a_run_of_several_ranks_is_planned_as_one(config: Config) -> None:
+    lines: list[str] = []
+    told = replace(config, offload=replace(config.offload, zero_stage=2), train=replace(config.train, batch_size=2))
+    first.measure_first(told, 1000, lines.append, 2)
+    assert not lines and not bench_file().exists()
 
 
 def test_what_cannot_be_measured_is_said_and_the_run_goes_on(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
