@@ -112,8 +112,9 @@ def _figures(plan: Mapping[str, Any], lines: Sequence[Line], usual: Sequence[Lin
     speed = median(line["tokens_per_s"] for line in usual)
     yield Compared("tokens per second", float(plan["tokens_per_s"]), speed, "tokens/s")
     written = median(line["bytes"]["disk_written"] for line in usual)
-    if plan["disk_written_per_step"] or written:
-        yield Compared("written to disk per step", float(plan["disk_written_per_step"]), written, "bytes")
+    planned = plan["disk_written_per_step"] / plan.get("ranks", 1)  # all wear the drive, a line tells of one
+    if planned or written:
+        yield Compared("written to disk per step", planned, written, "bytes")
     for tier, key in (("host", "host_peak"), ("device", "device_peak"), ("disk", "disk_held")):
         found = [line["bytes"][key] for line in lines if key in line.get("bytes", {})]
         predicted = max(plan["bytes"][tier][phase] for phase in PHASES_MEASURED)

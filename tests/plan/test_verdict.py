@@ -32,6 +32,16 @@ def test_a_right_plan_is_called_right() -> None:
     assert {one.name for one in found.figures} == {"tokens per second", "host memory"} and not found.tokens.off
 
 
+def test_what_ranks_write_together_is_held_to_one_of_them() -> None:
+    lines = [line(step) for step in range(1, 6)]
+    for told in lines:
+        told["bytes"]["disk_written"] = 100
+    found = verdict({**PLAN, "disk_written_per_step": 400, "ranks": 4}, lines)
+    assert found is not None
+    (written,) = (one for one in found.figures if one.name == "written to disk per step")
+    assert (written.predicted, written.measured) == (100.0, 100)
+
+
 @pytest.mark.parametrize(("measured", "off"), [(11.4, False), (11.6, True), (8.6, False), (8.4, True)])
 def test_more_than_15_percent_is_off(measured: float, off: bool) -> None:
     assert Compared("step time", 10.0, measured, "s").off is off
