@@ -140,16 +140,18 @@ class Upkeep:
         owner, tier = self.spec.units[unit], self.placement.parameters
         own = tuple(f"w{unit}.{k}@{tier}" for k in owner.own_parts)
         every = self.home("w", unit, tier)
-        size, coming = {"unit": unit, "nbytes": owner.weight_bytes}, self.from_others(owner.weight_bytes)
+        coming = self.from_others(owner.weight_bytes)
         if tier != "disk":
             self.emit("net", "spread.w", reads=own, writes=every, unit=unit, nbytes=coming)
             return
+        own_bytes = sum(owner.parts[k].weight_bytes for k in owner.own_parts)
         if not slot:
             slot = (f"w{unit}@host",)
-            self.emit("disk_read", "load.own", reads=own, writes=slot, **size)
+            self.emit("disk_read", "load.own", reads=own, writes=slot, unit=unit, nbytes=own_bytes)
         self.emit("net", "spread.w", reads=slot, writes=slot, unit=unit, nbytes=coming)
         others = tuple(place for place in every if place not in own)
-        self.emit("disk_write", "store.others", reads=slot, writes=others, **size)
+        left_bytes = sum(part.weight_bytes for part in owner.parts) - own_bytes
+        self.emit("disk_write", "store.others", reads=slot, writes=others, unit=unit, nbytes=left_bytes)
 
     def from_others(self, nbytes: int) -> int:
         """Of the bytes of all shards, those that come over the net."""

@@ -10,7 +10,7 @@ from offloadz.plan.machine import Drive, Machine
 from offloadz.plan.search import Wishes, decide
 from offloadz.plan.shapes import ParamInfo, TableInfo, make_spec
 from offloadz.plan.share import Share
-from offloadz.plan.spec import PAGE_BYTES, ModelSpec
+from offloadz.plan.spec import PAGE_BYTES, ModelSpec, aligned
 from offloadz.plan.stages import decide_for
 
 WIDTH, LAYERS = 1024, 8
@@ -60,3 +60,13 @@ def test_all_ranks_wear_the_drive() -> None:
     four = decide_for(spec(), machine(64), replace(disk, ranks=4, zero_stage=3))
     assert four.wear.written_bytes == pytest.approx(alone.wear.written_bytes, rel=0.02)
     assert four.batch.rows == 1 and four.placement.share == Share(0, 4, 3)
+
+
+@pytest.mark.parametrize("stage", (1, 2))
+def test_each_rank_writes_the_weights_it_keeps_once(stage: int) -> None:
+    """Its own shards and those it was given: together the whole, and no more."""
+    asked = Wishes(4, 128, swap=True, parameters="disk", optimizer="host", gradients="host", ranks=4, zero_stage=stage)
+    plan = decide_for(spec(), machine(64), asked)
+    units = spec().shared_by(plan.placement.share).units
+    whole = sum(aligned(part.weight_bytes) for unit in units for part in unit.parts)
+    assert plan.wear.written_bytes == pytest.approx(4 * whole, rel=1e-3)
