@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 from offloadz.plan.footprint import PHASES, TIERS
 from offloadz.plan.found import Find
 from offloadz.plan.machine import rates_told
-from offloadz.plan.predict import predict
 from offloadz.plan.search import Plan, human
 from offloadz.plan.timeline import read_traces, write_trace
 from offloadz.plan.wishes import Question, question
@@ -62,7 +61,7 @@ def show_command(
     config = _config(config_path, overrides)
     asked = question(config, find=find)
     plan = asked.answer()
-    found = predict(asked.spec, plan.placement, plan.batch, asked.machine)
+    found = asked.step_of(plan)
     lines = found.program.text().splitlines()
     whole = trace is not None
     for line in lines if whole else lines[:SHOWN_LINES]:

@@ -52,6 +52,8 @@ def decide_for(spec: ModelSpec, machine: Machine, wishes: Wishes) -> Plan:
 
 def for_each(machine: Machine, ranks: int) -> Machine:
     """What each of several ranks has of a machine."""
+    if ranks == 1:
+        return machine
     shared = (*SHARED_RATES, "h2d", "d2h", "device", "device_few", *COMPUTING) if machine.unified else SHARED_RATES
     split = {k: r / ranks if k in shared or k.startswith("cpu") else r for k, r in machine.rates.items()}
     return replace(

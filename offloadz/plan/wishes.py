@@ -36,11 +36,12 @@ from offloadz.plan.found import Find, with_found
 from offloadz.plan.headers import find_directory, model_spec, read_config
 from offloadz.plan.machine import DeviceFacts, Drive, Machine, compute_dtype, probe_machine
 from offloadz.plan.positions import positions_note
+from offloadz.plan.predict import Prediction, predict
 from offloadz.plan.recipes import recipe_of
 from offloadz.plan.rooms import apart, drive_of, room_at, rooms_of, shared_lines
 from offloadz.plan.search import Plan, Wishes, human
 from offloadz.plan.spec import ModelSpec
-from offloadz.plan.stages import decide_for
+from offloadz.plan.stages import decide_for, for_each
 
 if TYPE_CHECKING:
     from offloadz.config import Config
@@ -69,6 +70,11 @@ class Question:
 
     def answer(self) -> Plan:
         return decide_for(self.spec, self.machine, self.wishes)
+
+    def step_of(self, plan: Plan) -> Prediction:
+        """A steady step of an answer, on each of its ranks, walked over all blocks."""
+        share = plan.placement.share
+        return predict(self.spec.shared_by(share), plan.placement, plan.batch, for_each(self.machine, share.ranks))
 
 
 def question(

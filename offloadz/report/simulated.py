@@ -13,14 +13,13 @@ from typing import Any
 
 from offloadz.config import config_from_tables
 from offloadz.plan.errors import ConfigError
-from offloadz.plan.predict import predict
 from offloadz.plan.timeline import Timeline
 from offloadz.plan.wishes import question
 
 SAME = 0.01
 """How far apart, as a share, the times of the plan and of the walk may lie and still be called the same."""
 
-DECIDED = ("slots", "sweeps", "commit")
+DECIDED = ("slots", "sweeps", "commit", "zero_stage")
 
 
 def simulated(tables: Mapping[str, Any], plan: Mapping[str, Any]) -> tuple[Timeline | None, str]:
@@ -29,10 +28,10 @@ def simulated(tables: Mapping[str, Any], plan: Mapping[str, Any]) -> tuple[Timel
         config = config_from_tables(tables)
         offload = replace(config.offload, **plan["placement"], **{key: plan[key] for key in DECIDED})
         train = replace(config.train, micro_batch_size=plan["micro_batch_size"])
-        asked = question(replace(config, offload=offload, train=train))
+        asked = question(replace(config, offload=offload, train=train), sets=(f"ranks={plan['ranks']}",))
         answer = asked.answer()
         placement = replace(answer.placement, kept=plan["kept_graphs"])  # as there was room for then
-        found = predict(asked.spec, placement, answer.batch, asked.machine)
+        found = asked.step_of(replace(answer, placement=placement))
     except (ConfigError, OSError, ArithmeticError, LookupError, TypeError, ValueError) as error:
         first = (str(error) or type(error).__name__).splitlines()[0]
         return None, f"The step of the plan cannot be simulated here: {first}"

@@ -210,6 +210,14 @@ def test_the_timeline_is_the_plans_own(finished: Path) -> None:
     assert note.startswith("Simulated anew")
 
 
+def test_the_timeline_of_several_ranks_has_their_exchanges(finished: Path) -> None:
+    run = read_run(finished)
+    assert run.config is not None and run.plan is not None
+    timeline, note = simulated(run.config, {**run.plan, "ranks": 2, "zero_stage": 3, "commit": "hold"})
+    assert timeline is not None, note
+    assert timeline.busy_s()["net"] > 0
+
+
 def test_a_traced_step_is_what_its_line_says(finished: Path, page: str) -> None:
     """Busy time of the computation is that of the metrics; every lane's ops lie in the step, one behind the other."""
     for found, step in zip(read_traces(finished, [9, 3, 12]), (3, 9), strict=True):
