@@ -8,8 +8,9 @@ feed-forward, the gate's activation.  Within 2 % of what torch 2.13 saves for Ll
 small steps (GPT-2) keep up to half as much again, routed experts much less: a run learns the true size from its first
 graph (`model/graphs.py`) and never keeps more than there is room for.
 
-How many are kept is decided by room: as many of the last seats as fit beside all else.  The trade-off: nothing goes to
-a drive to make room for graphs, since a drive wears and products do not.
+How many are kept is decided by room: as many of the last seats as fit beside all else, and none where saved inputs go
+to a drive, since who sends those away wants the memory.  The trade-off: nothing goes to a drive to make room for
+graphs, since a drive wears and products do not.
 """
 
 from __future__ import annotations
@@ -34,6 +35,11 @@ def check_recompute(recompute: str) -> None:
     """Raise ConfigError for what is no choice."""
     if recompute not in CHOICES:
         raise ConfigError(f"offload.recompute = {recompute!r}; needed: one of {', '.join(CHOICES)}")
+
+
+def may_keep(placement: Placement, recompute: str) -> bool:
+    """Whether graphs are kept as far as there is room for them."""
+    return recompute == "auto" and placement.activations != "disk"
 
 
 def kept_bytes(spec: ModelSpec, placement: Placement, batch: Batch) -> int:
@@ -118,6 +124,7 @@ def kept_reason(spec: ModelSpec, placement: Placement, batch: Batch, recompute: 
     if recompute != "auto":
         return f"recompute {recompute}: as configured, {graphs}"
     why = "memory has room" if kept == num else "more do not fit"
+    why = why if may_keep(placement, recompute) else "their inputs are to be on disk, not in memory"
     return f"recompute {'none' if kept == num else num - kept if kept else 'all'}: {graphs}; {why}"
 
 

@@ -20,7 +20,7 @@ from offloadz.plan.copies import copy_choices, linked, num_kept
 from offloadz.plan.errors import ConfigError
 from offloadz.plan.estimate import estimate
 from offloadz.plan.footprint import BASELINE_BYTES, Batch, Footprint, computation, footprint
-from offloadz.plan.kept import check_recompute, graph_room, most_kept
+from offloadz.plan.kept import check_recompute, graph_room, may_keep, most_kept
 from offloadz.plan.machine import Machine
 from offloadz.plan.placement import KINDS, Placement
 from offloadz.plan.predict import Prediction, hiding_tokens
@@ -206,7 +206,7 @@ def _planned(spec: ModelSpec, machine: Machine, wishes: Wishes) -> Plan:
         placement = replace(chosen.placement, kept=count)
         return replace(chosen, placement=placement, footprint=_footprint(spec, placement, chosen.batch, wishes))
 
-    if not shortage and wishes.recompute == "auto":
+    if not shortage and may_keep(chosen.placement, wishes.recompute):
         chosen = keeping(most_kept(spec, lambda n: not _lacking(keeping(n).footprint, limits, machine, wishes)))
     plan = _describe(spec, chosen, machine, wishes, limits, shortage)
     return plan if shortage else _timed(plan, spec, machine)

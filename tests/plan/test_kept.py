@@ -130,6 +130,15 @@ def wished(spec: ModelSpec, host_memory: int, recompute: str = "auto") -> Any:
     return decide(spec, machine, asked)
 
 
+def test_who_sends_inputs_to_disk_wants_the_memory() -> None:
+    spec = llama()
+    asked = Wishes(8, 512, micro_batch_size=2, swap=True, activations="disk", host_memory=1 << 36, baseline_bytes=0)
+    plan = decide(spec, replace(probe_machine(), host_bytes=1 << 40), asked)
+    assert plan.fits and plan.placement.kept == 0 and plan.graph_room_bytes == -1
+    assert any("recompute all" in line and "on disk" in line for line in plan.reasons)
+    assert decide(spec, probe_machine(), replace(asked, recompute="none")).placement.kept == len(spec.unfolding_seats)
+
+
 def test_as_many_are_kept_as_there_is_room_for() -> None:
     spec = llama()
     least = wished(spec, 1 << 40, "all").peak["host"]
