@@ -136,7 +136,7 @@ def _text(value: Any, rule: Rule) -> str:
     if rule.choices and value not in rule.choices:
         hint = nearest(value, rule.choices)
         raise ValueError("needs one of " + ", ".join(rule.choices) + (f"; nearest is {hint}" if hint else ""))
-    if value.strip().lower() in _NULLS:
+    if not rule.choices and value.strip().lower() in _NULLS:
         raise ValueError('needs a real value; there is no null here: leave the key out, or write ""')
     return value
 

@@ -62,7 +62,8 @@ class Walk:
         observe: Callable[[Op], None] = lambda op: None,
     ) -> None:
         self.program, self.lanes, self.frontier, self.observe = program, lanes, frontier, observe
-        self.events: list[Event] = [None] * len(program.ops)
+        self.events: list[Sequence[Event]] = [()] * len(program.ops)
+        """Per op what its followers wait for: its own event, or where it was left out what it would have followed."""
         self.index = 0
 
     @property
@@ -84,20 +85,31 @@ class Walk:
         self.advance()
 
     def finish(self, phase: str) -> None:
-        """Submit only the rest of one phase and end: what an interrupted step may not leave half done."""
+        """Submit only the rest of one phase and end: what an interrupted step may not leave half done.
+
+        A slot that an op left out would have taken over goes on to the next one's, which then follows who had it last.
+        """
         for index in range(self.index, len(self.program.ops)):
             if self.program.ops[index].phase == phase:
                 self._submit(index)
+            else:
+                self.events[index] = self._waits(index)
         self.index = len(self.program.ops)
 
     def _submit(self, index: int) -> None:
         op = self.program.ops[index]
-        waits = [e for e in (self.events[i] for i in op.after) if e is not None]
-        if op.enters:
-            waits += self.frontier.waits(op)
-        event = self.events[index] = self.lanes[op.lane].submit(op, waits)
+        event = self.lanes[op.lane].submit(op, self._waits(index))
+        self.events[index] = (event,)
         self.frontier.record(op, event)
         self.observe(op)
+
+    def _waits(self, index: int) -> list[Event]:
+        """The events that an op follows, each once."""
+        op = self.program.ops[index]
+        waits = [event for i in op.after for event in self.events[i]]
+        if op.enters:
+            waits += self.frontier.waits(op)
+        return list(dict.fromkeys(waits))
 
 
 class VirtualLane:

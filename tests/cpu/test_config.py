@@ -11,6 +11,7 @@ import pytest
 from offloadz.config import config_differences, config_from_tables, load_config, parse_bytes, parse_every
 from offloadz.config.names import FOREIGN
 from offloadz.config.sections import RULES
+from offloadz.config.values import checked
 from offloadz.plan.errors import ConfigError
 
 KEYS = [(section, key) for section, keys in RULES.items() for key in keys]
@@ -181,6 +182,12 @@ def test_misspelt_values_are_refused_with_the_nearest(base: Path, section: str, 
     wrong = choice.upper() if choice.upper() != choice else choice + "x"
     told = refusal(base, f"{section}.{key}={wrong}")
     assert f"{section}.{key}" in told and f"nearest is {choice}" in told
+
+
+@pytest.mark.parametrize(("section", "key", "choice"), CHOICES)
+def test_every_choice_can_be_given(section: str, key: str, choice: str) -> None:
+    """The words that mean null elsewhere, too, where they are a choice."""
+    assert checked(choice, RULES[section][key]) == choice
 
 
 def test_keys_of_a_group_are_checked_like_others(base: Path) -> None:

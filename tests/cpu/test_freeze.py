@@ -115,3 +115,24 @@ def test_a_head_whose_weight_and_bias_are_not_both_trained(frozen: list[str], ti
     start = start_of(make())
     still = {n for n in found.weights if torch.equal(found.weights[n], start[n])}
     assert still == {n for n in found.weights if any(fnmatchcase(n, p) for p in patterns)}
+
+
+@pytest.mark.parametrize("slots", [1, 2])
+@pytest.mark.parametrize("copies", [1, 2])
+def test_updates_around_frozen_blocks_when_the_next_step_is_given_up(slots: int, copies: int, swap: Path) -> None:
+    """A flush ends the updates without the forward whose fetches of frozen weights stood between them in the slots."""
+    how = {"micro_batch_size": 2, "freeze": ["model.layers.1.*", "model.layers.2.*"]}
+
+    def loop(**placed: object) -> Outcome:
+        model = tiny("llama", num_hidden_layers=4)
+        with offloadz.offload(model, offloadz.AdamW(lr=1e-2), swap=swap, **how, **placed) as run:  # type: ignore[arg-type]
+            out = Outcome()
+            for batch in STEPS[:3]:
+                out.losses.append(float(run.step(batch)))
+                run.flush()
+            return Outcome(out.losses, [], weights(run))
+
+    wanted = loop(**dict.fromkeys(("parameters", "gradients", "optimizer_state", "activations"), "host"))
+    found = loop(**{**DISK, "slots": slots}, copies=copies, poison=True)
+    assert found.losses == wanted.losses
+    assert_same_weights(found.weights, wanted.weights)

@@ -101,12 +101,24 @@ def test_without_the_frontier_programs_would_run_into_each_other() -> None:
 
 
 @settings(max_examples=25, deadline=None)
-@given(seed=st.integers(0, 1 << 30), share=st.floats(0, 1), where=st.sampled_from(("disk", "host")))
-def test_a_walk_given_up_anywhere_still_finishes_its_updates(seed: int, share: float, where: str) -> None:
-    """What is half done is dropped, and every due update happens once, with the gradient of its own step."""
-    placement = Placement(where, where, where, where, slots=2)
-    phases = (*one_pass(SPEC, 2), Finish(tables(SPEC)))
-    program = compiled(build(SPEC, placement, phases, trained_units(SPEC)), placement)
+@given(
+    seed=st.integers(0, 1 << 30),
+    share=st.floats(0, 1),
+    where=st.sampled_from(("disk", "host")),
+    slots=st.integers(1, 2),
+    frozen=st.integers(0, 2),
+)
+def test_a_walk_given_up_anywhere_still_finishes_its_updates(
+    seed: int, share: float, where: str, slots: int, frozen: int
+) -> None:
+    """What is half done is dropped, and every due update happens once, with the gradient of its own step.
+
+    Frozen blocks stand between: they would have taken the slots that updates before and behind them use.
+    """
+    placement = Placement(where, where, where, where, slots=slots)
+    spec = small_spec(layers=4, freeze=tuple(f"layers.{1 + i}.*" for i in range(frozen)))
+    phases = (*one_pass(spec, 2), Finish(tables(spec)))
+    program = compiled(build(spec, placement, phases, trained_units(spec)), placement)
     turns = [op for op in program.ops if op.lane == "device"]
     stop = round(share * len([op for op in turns if op.phase == "forward"]))
     found = Meaning()
@@ -117,7 +129,7 @@ def test_a_walk_given_up_anywhere_still_finishes_its_updates(seed: int, share: f
             walk.compute()
         walk.finish("update")
         drain(lanes)
-    wanted = meaning(build(SPEC, placement, phases[:1], trained_units(SPEC)))
+    wanted = meaning(build(spec, placement, phases[:1], trained_units(spec)))
     for kind in "ws":
         homes = {p: v for p, v in wanted.at_rest().items() if p[0] == kind and p.endswith(f"@{where}")}
         assert homes and {p: found.at_rest().get(p) for p in homes} == homes
