@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +19,8 @@ GPU_FOLDER = "gpu"
 if not (any(GPU_FOLDER in Path(argument).parts for argument in sys.argv) or "PYTEST_XDIST_WORKER" in os.environ):
     # Tests of the CPU compare with the CPU's bits; those of a GPU are asked for by name, `pytest tests/gpu`.
     os.environ.update(dict.fromkeys(("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"), ""))
+# A user who never measured this box, also where a process is started for a whole module.
+os.environ["XDG_STATE_HOME"] = str(Path(tempfile.gettempdir(), f"offloadz-no-bench-{os.getpid()}"))
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # runs that tests start: they share the machine, and products are tiny
 
 

@@ -38,6 +38,11 @@ TURN_S = 600.0
 GROUP_S = 24 * 3600.0
 """How long any other exchange may take, such as the others' wait while one writes files; a dead rank shows at once."""
 
+MEET_S = 600.0
+"""How long a rank waits for all others to be there: they start together, and read a tokenizer's libraries at most."""
+
+START = "start with torchrun --nproc-per-node N -m offloadz train CONFIG.toml"
+
 FRAME = 8
 """Figures of a small exchange, the first of which says what it is."""
 
@@ -101,7 +106,7 @@ class Group(Solo):
         if not dist.is_initialized():
             _require_variables()
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one machine, whatever its name resolves to
-            dist.init_process_group("gloo", timeout=timedelta(seconds=GROUP_S))
+            _meet()
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         # Gloo whatever else there is: what is exchanged is memory of the host, as ranks on GPUs are refused.
         self._data, self._talk = (
@@ -233,13 +238,28 @@ def _leave() -> None:
         dist.destroy_process_group()
 
 
+def _meet() -> None:
+    """The process group of all ranks; what is exchanged goes through others, so this one's limit is that of meeting."""
+    try:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=MEET_S))
+    except (RuntimeError, ValueError) as error:
+        first = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise RankFailed(
+            f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']} did not meet all others at "
+            f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']} within {MEET_S:.0f} s ({first}); {START}"
+        ) from error
+
+
 def _require_variables() -> None:
-    absent = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if not os.environ.get(name)]
+    """ConfigError where a launcher's variables are missing, or none that a launcher sets."""
+    told = {name: os.environ.get(name, "").strip() for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
+    absent = [name for name, value in told.items() if not value]
     if absent:
-        raise ConfigError(
-            f"WORLD_SIZE is {os.environ.get('WORLD_SIZE')} and {', '.join(absent)} not set; start with "
-            "torchrun --nproc-per-node N -m offloadz train CONFIG.toml"
-        )
+        raise ConfigError(f"WORLD_SIZE is {told['WORLD_SIZE']} and {', '.join(absent)} not set; {START}")
+    odd = [name for name, value in told.items() if name != "MASTER_ADDR" and not value.isdecimal()]
+    if odd or int(told["RANK"]) >= int(told["WORLD_SIZE"]):
+        found = ", ".join(f"{name} is {told[name]}" for name in odd or ("RANK", "WORLD_SIZE"))
+        raise ConfigError(f"{found}; needed: whole numbers, and RANK below WORLD_SIZE; {START}")
 
 
 def _has_ended(pid: int) -> bool:

@@ -13,13 +13,17 @@ from typing import Any
 
 import pytest
 import torch
-from group import Nursery
+from group import Nursery, free_port
 from tiny_models import Outcome, assert_close, batches, start_of, tiny, train
 
 import offloadz
+from offloadz.plan.errors import ConfigError, RankFailed
 from offloadz.plan.spec import PAGE_BYTES
+from offloadz.runtime import ranks as runtime_ranks
+from offloadz.runtime.ranks import join
 
 DISK = {"parameters": "disk", "gradients": "disk", "optimizer_state": "disk", "activations": "disk"}
+LAUNCHED = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29501"}
 
 
 @pytest.fixture(scope="module")
@@ -162,3 +166,31 @@ def test_a_checkpoint_is_read_by_any_number_of_ranks(nursery: Nursery, tmp_path:
         assert (folder / "exported" / "model.safetensors").read_bytes() == exported
         losses.add(round(outs[0]["loss"], 5))
     assert len(losses) == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"MASTER_ADDR": "", "RANK": ""}, "WORLD_SIZE is 2 and RANK, MASTER_ADDR not set"),
+        ({"RANK": "2"}, "RANK is 2, WORLD_SIZE is 2; needed: whole numbers, and RANK below WORLD_SIZE"),
+        ({"RANK": "-1"}, "RANK is -1; needed"),
+        ({"WORLD_SIZE": "many"}, "WORLD_SIZE is many; needed"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT is http; needed"),
+    ],
+)
+def test_a_launcher_s_variables_are_checked(
+    changes: dict[str, str], told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {**LAUNCHED, **changes}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=told) as error:
+        join()
+    assert "start with torchrun" in str(error.value)
+
+
+def test_a_rank_that_nobody_meets_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime_ranks, "MEET_S", 1.0)
+    for name, value in {**LAUNCHED, "MASTER_PORT": str(free_port())}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RankFailed, match=r"rank 1 of 2 did not meet all others at 127.0.0.1:[0-9]+ within 1 s"):
+        join()
