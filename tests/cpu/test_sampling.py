@@ -121,7 +121,7 @@ def test_a_signal_leaves_samples_for_the_next_start(tmp_path: Path, monkeypatch:
 
     signals: list[Signals] = []
     made = Signals.__init__
-    monkeypatch.setattr(Signals, "__init__", lambda self: (made(self), signals.append(self))[0])
+    monkeypatch.setattr(Signals, "__init__", lambda self, **how: (made(self, **how), signals.append(self))[0])
     with monkeypatch.context() as patched:
         patched.setattr(Prompts, "_answers", interrupted)
         assert run(told(tmp_path, train__sample_every=4)) == 143
