@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from offloadz.model.axes import Axes, Probe, Seen, compared, one_more_row, shapes_of
+from offloadz.model.axes import Axes, Probe, Seen, Shapes, compared, one_more_row, shapes_of
 from offloadz.model.body import Body
 from offloadz.model.graphs import Graph, Saved, refuse_again
 from offloadz.model.recorded import aside, hand_on, recorded_now
@@ -283,8 +283,7 @@ class _BlockTurn(torch.autograd.Function):
 
 def find_axes(stage: Stage, seat: BlockSeat, call: Call) -> Axes:
     """Batch axes of a block's inputs and outputs, from the cache or from a looking forward with one more row."""
-    small = shapes_of(call.leaves)
-    key = (seat.index, tuple(None if s is None else len(s) for s in small))
+    key = (seat.index, _form(shapes_of(call.leaves), stage.rows))
     if key not in stage.axes:
         probes = [_look_forward(stage, more) for more in (False, True)]
         for index, shapes in probes[0].inputs.items():
@@ -293,13 +292,19 @@ def find_axes(stage: Stage, seat: BlockSeat, call: Call) -> Axes:
                 compared(name, "input", shapes, probes[1].inputs[index]),
                 compared(name, "output", probes[0].outputs[index], probes[1].outputs[index]),
             )
-            stage.axes[index, tuple(None if s is None else len(s) for s in shapes)] = axes
+            stage.axes[index, _form(shapes, stage.rows)] = axes
     if key not in stage.axes:
         raise ConfigError(
             f"{seat.name}: its inputs change their form from call to call; set train.micro_batch_size ="
             " train.batch_size"
         )
     return stage.axes[key]  # type: ignore[no-any-return]
+
+
+def _form(shapes: Shapes, rows: int) -> tuple[tuple[bool, ...] | None, ...]:
+    """What calls of one structure have alike: per input the axes as long as the batch.  Positions may be given for each
+    row in one call and for all in the next."""
+    return tuple(None if shape is None else tuple(size == rows for size in shape) for shape in shapes)
 
 
 def _look_forward(stage: Stage, more: bool) -> Probe:

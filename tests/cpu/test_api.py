@@ -432,3 +432,18 @@ def test_wrong_calls_are_refused_with_what_to_change(swap: Path) -> None:
         offloadz.offload(nn.Linear(3, 5), swap=swap)
     with pytest.raises(offloadz.ConfigError, match="token_logprobs"):
         offloadz.token_logprobs(tiny("llama"), STEPS[0])
+
+
+@pytest.mark.parametrize("own_first", [True, False])
+def test_positions_for_each_row_and_for_all_in_turn(own_first: bool) -> None:
+    """`step` gives a model with a table of positions those of each row; other losses need not."""
+
+    def losses(micro: int) -> list[float]:
+        def own(model: nn.Module, batch: Any) -> Tensor:
+            return model(**batch, use_cache=False).loss  # type: ignore[no-any-return]
+
+        with offloadz.offload(tiny("gpt2"), offloadz.AdamW(lr=1e-3), micro_batch_size=micro) as run:
+            turns = [own, None, own] if own_first else [None, own, None]
+            return [float(run.step(batch, loss_fn=turn)) for turn, batch in zip(turns, batches(3), strict=True)]
+
+    assert losses(2) == pytest.approx(losses(4), rel=1e-5)
