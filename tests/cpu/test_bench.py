@@ -29,8 +29,8 @@ import sys
 from offloadz.bench import command
 from offloadz.bench.rounds import Sizes
 from offloadz.cli import main
-sizes = Sizes(rounds={rounds}, tokens=16, hidden=64, inner=128, elements=1 << 18, copy_bytes=2 << 20, extent_bytes={extent},
-              num_extents={count})
+sizes = Sizes(rounds={rounds}, tokens=16, hidden=64, inner=128, elements=1 << 18, copy_bytes=2 << 20,
+              extent_bytes={extent}, num_extents={count})
 command.Sizes = lambda: sizes
 main(["bench", "--swap", sys.argv[1], "-o", sys.argv[2]])
 """
