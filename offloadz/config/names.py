@@ -16,7 +16,7 @@ _LORA = "offloadz trains the weights themselves and has no adapters; to train a 
 _QUANT = 'weights are not quantised here; memory is saved by placement: offload.parameters = "host" or "disk"'
 _SHARD = "there is no back end to choose; placement is in [offload], and offload.zero_stage is for several ranks"
 _RECOMPUTE = (
-    'blocks recompute where their graphs have no room; write offload.recompute = "auto", "all" or "none", and '
+    'write offload.recompute = "all" (blocks run again in the backward; auto: where their graphs have no room), and '
     "offload.activations for where the inputs of blocks live"
 )
 _DECIDED = "nothing to set: the plan decides it and `offloadz plan` prints it; leave the key out"

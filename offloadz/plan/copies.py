@@ -41,7 +41,7 @@ def copies_reason(placement: Placement, asked: int, linkable: bool) -> str:
     if placement.commit == "in_place":
         why = 'commit = "in_place" updates where it lies; a kill costs what was done since the last checkpoint'
     elif asked and copies == asked:
-        why = "as asked"
+        why = "as asked" if copies > 1 else "a kill costs what was done since the last checkpoint"
     elif not placement.state_on_disk:
         why = 'commit = "shadow" writes one beside the other; a kill costs what was done since the last checkpoint'
     elif copies >= LINKED_COPIES:

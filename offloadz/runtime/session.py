@@ -110,6 +110,8 @@ class Session:
         """
         self.check()
         self.require_thread()
+        if verb == "backward" and self.owner is None:
+            raise RuntimeError("loss.backward() by itself is no part of a step here; call run.backward(loss)")
         if graded and not self.placement.accumulate and self._adds(seat, call):
             self.allow_sums()
         turn = Turn(seat, self.calls if call < 0 else call, micros, graded, kept)

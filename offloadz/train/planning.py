@@ -73,7 +73,10 @@ def read_tokenizer(config: Config) -> tuple[Any, int]:
         tokenizer = AutoTokenizer.from_pretrained(config.model.path, **trusted)
     except Exception as error:  # a directory of somebody else's making: a broken file there ends in any kind of error
         first = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise ConfigError(f"model.path: {config.model.path} has no model and tokenizer to read: {first}") from error
+        here = "" if os.path.isdir(config.model.path) else f" (there is no such directory below {os.getcwd()})"
+        raise ConfigError(
+            f"model.path: {config.model.path} has no model and tokenizer to read{here}: {first}"
+        ) from error
     vocab_size = getattr(model.get_text_config(), "vocab_size", None)
     if not isinstance(vocab_size, int):
         raise ConfigError(f"model.path: {config.model.path}/config.json names no vocab_size")
