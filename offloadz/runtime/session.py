@@ -210,8 +210,7 @@ class Session:
         self.check()
         self.begun += 1
         self.calls, self.open, self.grads, self.history = 0, [], {}, []
-        self.tables_used = {}
-        self.room.squares = {}
+        self.tables_used, self.room.squares = {}, {}
         self.room.graphs.clear()
 
     def finish(self, scatter: Callable[[int, Op], None]) -> float:
