@@ -86,8 +86,7 @@ class Session:
         """The thread that goes backward for the owner, 0 while it is not yet known; None where nobody does."""
         self.begun = 0
         """Number of steps begun, given up ones too: what a forward left is there until the next."""
-        self.calls = 0
-        self.micros = 1
+        self.calls, self.micros = 0, 1
         self.rounds = False
         """Whether the coming backward turns are the step's last (their gradients are rounded as they leave)."""
         self.steps: dict[str, int] = {}
@@ -231,6 +230,7 @@ class Session:
                     self.compute(partial(scatter, seat))
         self.compute(_nothing, on_host=True)
         self.room.forget_inputs()
+        self._drain()  # bytes that the updates of the step before still store are counted with this one's
         squares = sum(float(self.room.squares[key]) for key in sorted(self.room.squares))
         return self.room.ranks.totals(squares)[0] if self.spec.share.stage else squares
 

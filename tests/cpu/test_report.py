@@ -419,7 +419,7 @@ def test_the_command_writes_one_file_and_changes_nothing_else(run: Path, tmp_pat
     assert {path: path.read_bytes() for path in before} == before
     assert (run / "report.html").stat().st_mode & 0o077 == 0  # it holds what the run's private files hold
     done = subprocess.run([*command, "-o", "/dev/null/page"], cwd=ROOT, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 1 and "/dev/null/page" in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 2 and "/dev/null/page" in done.stderr and "Traceback" not in done.stderr
 
 
 # ---- small parts ----
