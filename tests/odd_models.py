@@ -6,14 +6,16 @@ as they are.  What differs from step to step is said by a tensor of the batch, o
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from reference import summed_loss
-from tiny_models import VOCABULARY, WIDTH
+from tiny_models import VOCABULARY, WIDTH, Outcome, weights
 from torch import Tensor, nn
 
+import offloadz
 from offloadz.model.run import Batch, Run
 
 
@@ -122,3 +124,18 @@ def held(run: Run) -> dict[str, int]:
         "rows": sum(len(r) for r in run.stage.rows_due.values()),
         "calls": int(run.stage.root is not None),
     }
+
+
+def odd_run(swap: Path, **how: Any) -> Outcome:
+    """Six steps of a model whose layers are skipped in some, everything on disk, with an evaluation after each."""
+    model, out = Odd(), Outcome()
+    model.skipped = (1, 2)
+    disk = dict.fromkeys(("parameters", "gradients", "optimizer_state", "activations"), "disk")
+    with offloadz.offload(model, offloadz.AdamW(lr=1e-3), swap=swap, slots=2, **disk, **how) as run:
+        for batch in odd_batches(6):
+            out.losses.append(float(run.step(batch, loss_fn=mean_loss)))
+            out.norms.append(run.report.grad_norm)
+            with torch.no_grad():
+                out.losses.append(float(run.model(input_ids=batch["input_ids"]).logits.sum()))
+        out.weights = weights(run)
+    return out

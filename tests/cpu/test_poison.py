@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from odd_models import Odd, mean_loss, odd_batches
-from tiny_models import FAMILIES, Outcome, assert_same_bits, batches, tiny, train, weights
+from odd_models import odd_run
+from tiny_models import FAMILIES, Outcome, assert_same_bits, batches, tiny, train
 
 import offloadz
 
@@ -46,21 +46,7 @@ def test_delays_and_poisoned_slots_change_nothing(family: str, slots: int, dtype
 
 def test_poison_with_wrong_guesses(swap: Path) -> None:
     """A layer of odd steps only: plans are given up in mid-flight, with slots half filled."""
-    outcomes = []
-    for poison in (False, True):
-        model = Odd()
-        model.skipped = (1, 2)
-        where = dict.fromkeys(KINDS, "disk")
-        with offloadz.offload(model, offloadz.AdamW(lr=1e-3), swap=swap, slots=2, poison=poison, **where) as run:
-            out = Outcome()
-            for batch in odd_batches(6):
-                out.losses.append(float(run.step(batch, loss_fn=mean_loss)))
-                out.norms.append(run.report.grad_norm)
-                with torch.no_grad():
-                    out.losses.append(float(run.model(input_ids=batch["input_ids"]).logits.sum()))
-            out.weights = weights(run)
-        outcomes.append(out)
-    assert_same_bits(outcomes[1], outcomes[0])
+    assert_same_bits(odd_run(swap, poison=True), odd_run(swap))
 
 
 def test_poison_reaches_the_slots(swap: Path) -> None:

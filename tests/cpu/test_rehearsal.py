@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 import torch
-from odd_models import Odd, mean_loss, odd_batches
+from odd_models import odd_run
 from reference import plain_run
 from safetensors.torch import load_file
 from tiny import tables
@@ -126,19 +126,7 @@ def test_updates_in_place_and_other_rules(swap: Path) -> None:
 
 def test_a_layer_of_odd_steps_only(swap: Path) -> None:
     """Plans are given up in mid-flight, evaluations come in between, and a loss of one's own is used."""
-    outcomes = []
-    for more in ({}, {"device": Rehearsal(), "poison": True}):
-        model, out = Odd(), Outcome()
-        model.skipped = (1, 2)
-        with offloadz.offload(model, offloadz.AdamW(lr=1e-3), swap=swap, slots=2, **DISK, **more) as run:
-            for batch in odd_batches(6):
-                out.losses.append(float(run.step(batch, loss_fn=mean_loss)))
-                out.norms.append(run.report.grad_norm)
-                with torch.no_grad():
-                    out.losses.append(float(run.model(input_ids=batch["input_ids"]).logits.sum()))
-            out.weights = weights(run)
-        outcomes.append(out)
-    assert_same_bits(outcomes[1], outcomes[0])
+    assert_same_bits(odd_run(swap, device=Rehearsal(), poison=True), odd_run(swap))
 
 
 def test_several_backward_passes_dropout_and_log_probabilities(swap: Path) -> None:

@@ -175,26 +175,14 @@ BLOCKS = [
 def test_a_blocks_graph_is_what_torch_allocates(family: str, config: dict[str, Any], attention: str) -> None:
     """One block, forward and backward, with preset gradients; largest weight gradient left out on both sides."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from first_block import first_block
 
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **config), attn_implementation=attention)
-    model.train()
-    block = next(module for name, module in model.named_modules() if name.endswith(".0"))
-    caught: dict[str, Any] = {}
-
-    def catch(_: Any, args: Any, kwargs: Any) -> None:
-        caught.update(args=args, kwargs=kwargs)
-        raise InterruptedError
-
-    hook = block.register_forward_pre_hook(catch, with_kwargs=True)
-    with pytest.raises(InterruptedError):
-        model(input_ids=torch.zeros(2, 256, dtype=torch.long), use_cache=False)
-    hook.remove()
+    block, args, kwargs = first_block(family, config, attention)
     for parameter in block.parameters():
         parameter.grad = torch.zeros_like(parameter)
     seen, inputs = Allocations(), torch.randn(2, 256, 256)
     with recorder(seen):
-        out = block(inputs.requires_grad_(), *caught["args"][1:], **caught["kwargs"])
+        out = block(inputs.requires_grad_(), *args, **kwargs)
         out = out[0] if isinstance(out, tuple) else out
         out.backward(torch.ones_like(out))
     params = [ParamInfo(f"h.0.{name}", tuple(p.shape)) for name, p in block.named_parameters()]

@@ -37,27 +37,16 @@ BLOCKS = [
 def test_a_kept_graph_is_what_autograd_saves(family: str, config: dict[str, Any], off: float, attention: str) -> None:
     """Of one block; eager attention also repeats keys and values, which the formula leaves out."""
     import torch
+    from first_block import first_block
     from torch.utils._pytree import tree_leaves
-    from transformers import AutoConfig, AutoModelForCausalLM
 
     from offloadz.model.graphs import Saved
 
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **config), attn_implementation=attention)
-    block = next(module for name, module in model.train().named_modules() if name.endswith(".0"))
-    caught: dict[str, Any] = {}
-
-    def catch(_: Any, args: Any, kwargs: Any) -> None:
-        caught.update(args=args, kwargs=kwargs)
-        raise InterruptedError
-
-    hook = block.register_forward_pre_hook(catch, with_kwargs=True)
-    with pytest.raises(InterruptedError):
-        model(input_ids=torch.zeros(2, 256, dtype=torch.long), use_cache=False)
-    hook.remove()
+    block, args, kwargs = first_block(family, config, attention)
     hidden = torch.randn(2, 256, 256, requires_grad=True)
-    saved = Saved("", list(block.parameters()), hidden, tree_leaves((caught["args"][1:], caught["kwargs"])))
+    saved = Saved("", list(block.parameters()), hidden, tree_leaves((args, kwargs)))
     with saved.hooks():
-        out = block(hidden, *caught["args"][1:], **caught["kwargs"])
+        out = block(hidden, *args, **kwargs)
     params = [ParamInfo(f"h.0.{name}", tuple(p.shape)) for name, p in block.named_parameters()]
     spec = make_spec(params, ["h.0"], [], dtype="float32", config=config)
     batch = Batch(2, 256, 2, score_copies=score_copies(attention, {"model_type": family, **config}))
