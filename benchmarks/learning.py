@@ -95,12 +95,9 @@ def write_config(recipe: str, work: Path, args: argparse.Namespace) -> Path:
         "optimizer": {"lr": args.lr, "schedule": "constant", "warmup": 0.0, "state": recipe},
         "offload": dict.fromkeys(("parameters", "gradients", "optimizer", "activations"), "host"),
     }  # fmt: skip
-    lines = []
-    for name, section in sections.items():
-        lines += [f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in section.items())]
-    path = work / f"{recipe}.toml"
-    path.write_text("\n".join(lines) + "\n")
-    return path
+    from configurations import write_tables
+
+    return write_tables(work / f"{recipe}.toml", sections)
 
 
 def train(recipe: str, work: Path, args: argparse.Namespace) -> None:

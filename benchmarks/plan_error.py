@@ -118,8 +118,6 @@ def model_of(shape: str, work: Path) -> Path:
 
 def configuration(name: str, work: Path, machine: str, args: argparse.Namespace) -> Path:
     """The TOML file of a configuration."""
-    from offloadz.config.values import to_toml
-
     shape, rows, length, more = CONFIGURATIONS[name]
     more = dict(more)
     micro, state = more.pop("micro", 0), more.pop("state", "fp32")
@@ -134,12 +132,9 @@ def configuration(name: str, work: Path, machine: str, args: argparse.Namespace)
         "offload": {"swap": [str(work / "swap")], "machine": machine,
                     **dict.fromkeys(("parameters", "gradients", "optimizer"), "host"), **more},
     }  # fmt: skip
-    lines = []
-    for section, keys in sections.items():
-        lines += [f"[{section}]", *(f"{key} = {to_toml(value)}" for key, value in keys.items())]
-    path = work / f"{name}.toml"
-    path.write_text("\n".join(lines) + "\n")
-    return path
+    from configurations import write_tables
+
+    return write_tables(work / f"{name}.toml", sections)
 
 
 def measured(name: str, work: Path, machine: str, args: argparse.Namespace) -> dict[str, Any]:

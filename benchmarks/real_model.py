@@ -88,13 +88,9 @@ def write_config(
         "offload": {"swap": [str((work / "swap").absolute())]},
     }  # fmt: skip
     sections["offload"] |= dict.fromkeys(("parameters", "gradients", "optimizer", "activations"), "disk")
-    lines = []
-    for title, section in sections.items():
-        lines.append(f"[{title}]")
-        lines += [f"{key} = {json.dumps(value)}" for key, value in section.items()]
-    path = work / f"{name}.toml"
-    path.write_text("\n".join(lines) + "\n")
-    return path
+    from configurations import write_tables
+
+    return write_tables(work / f"{name}.toml", sections)
 
 
 def measured(command: list[str]) -> tuple[str, int]:
