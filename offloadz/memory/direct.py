@@ -14,7 +14,8 @@ import secrets
 from dataclasses import dataclass
 from pathlib import Path
 
-from offloadz.memory.tier import HUGE_BYTES, PAGE_BYTES, rounded
+from offloadz.memory.tier import HUGE_BYTES, PAGE_BYTES
+from offloadz.plan.spec import aligned
 
 CACHE_STEP_BYTES = 32 << 20  # how much page cache a buffered transfer may hold at a time
 
@@ -112,4 +113,4 @@ def drop_cache(fd: int, offset: int, nbytes: int, written: bool) -> None:
     if written:
         os.fdatasync(fd)
     start = offset - offset % HUGE_BYTES
-    os.posix_fadvise(fd, start, rounded(offset + nbytes - start, HUGE_BYTES), os.POSIX_FADV_DONTNEED)
+    os.posix_fadvise(fd, start, aligned(offset + nbytes - start, HUGE_BYTES), os.POSIX_FADV_DONTNEED)

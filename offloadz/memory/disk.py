@@ -44,10 +44,10 @@ from offloadz.memory.tier import (
     PIECE_BYTES,
     Extent,
     Transfer,
-    rounded,
 )
 from offloadz.plan.errors import DamagedState, DiskFailed, DoesNotFit
 from offloadz.plan.paths import held_bytes
+from offloadz.plan.spec import aligned
 
 __all__ = ["AREAS", "DiskTier", "Extent", "Leftover", "leftovers", "remove"]
 
@@ -143,7 +143,7 @@ class DiskTier:
         for path, share_bytes in _of_paths(nbytes, self.weights, self._turns[file]):
             own = file_on(path, file)
             found.append(Extent(own, self._ends.get(own, 0), share_bytes, name))
-            self._ends[own] = found[-1].offset + rounded(share_bytes)
+            self._ends[own] = found[-1].offset + aligned(share_bytes)
         self._turns[file] += 1
         self._pending += found
         extent = Extent(found[0].file, found[0].offset, nbytes, name)
@@ -186,7 +186,7 @@ class DiskTier:
         """Read `nbytes` (the rest if None) at `offset` of `extent` into the start of the uint8 `buffer`.
 
         `offset` is a multiple of 1 MiB, `nbytes` too unless it ends the extent.  `buffer` is 4096-aligned and at least
-        `rounded(nbytes)` long; the padding reads as zeros, and so do pieces never written.  Raises `DamagedState`
+        `aligned(nbytes)` long; the padding reads as zeros, and so do pieces never written.  Raises `DamagedState`
         (a checksum differs) or `DiskFailed`.
         """
         self._run(self._read, extent, buffer, self._checked(extent, buffer, nbytes, offset), offset)
@@ -195,7 +195,7 @@ class DiskTier:
         file, table = self._spot(share, nbytes, offset)
         done = 0
         for flag, group in groupby(table.tolist(), key=lambda entry: NOT_CHECKED if entry >= 0 else entry):
-            run = min(sum(PIECE_BYTES for _ in group), rounded(nbytes) - done)
+            run = min(sum(PIECE_BYTES for _ in group), aligned(nbytes) - done)
             if flag == NOT_WHOLE:
                 raise self._not_whole(share, file, offset + done)
             if flag == NEVER_WRITTEN:
@@ -229,7 +229,7 @@ class DiskTier:
 
     def _write(self, share: Extent, buffer: torch.Tensor, nbytes: int, offset: int) -> None:
         file, table = self._spot(share, nbytes, offset, writing=True)
-        length = rounded(nbytes)
+        length = aligned(nbytes)
         # Not `zero_`: to autograd that is a change of weights that are stored while a block computes from them.
         ctypes.memset(buffer.data_ptr() + nbytes, 0, length - nbytes)
         table.fill_(NOT_WHOLE)
@@ -280,7 +280,7 @@ class DiskTier:
             raise ValueError(f"{where}: {nbytes} bytes at {offset} do not lie in it")
         if offset % PIECE_BYTES or (nbytes % PIECE_BYTES and offset + nbytes != extent.nbytes):
             raise ValueError(f"{where}: {nbytes} bytes at {offset} are no whole pieces of {PIECE_BYTES} bytes")
-        length = rounded(nbytes)
+        length = aligned(nbytes)
         if buffer.dtype != torch.uint8 or buffer.device.type != "cpu" or not buffer.is_contiguous():
             raise ValueError(f"{where}: the buffer must be contiguous uint8 on the CPU, it is {buffer.dtype}")
         if buffer.numel() < length:

@@ -20,8 +20,9 @@ from collections.abc import Iterable
 
 import torch
 
-from offloadz.memory.tier import HUGE_BYTES, PAGE_BYTES, rounded
+from offloadz.memory.tier import HUGE_BYTES, PAGE_BYTES
 from offloadz.plan.errors import DoesNotFit
+from offloadz.plan.spec import aligned
 
 log = logging.getLogger("offloadz")
 
@@ -33,8 +34,8 @@ def _place(gaps: list[tuple[int, int]], nbytes: int) -> int | None:
     """First fit of `nbytes` in the free ranges `gaps` (start, end), which are updated; None where nothing is left."""
     align_bytes = HUGE_BYTES if nbytes >= HUGE_BYTES else PAGE_BYTES
     for i, (start, end) in enumerate(gaps):
-        at = rounded(start, align_bytes)
-        stop = at + rounded(nbytes)
+        at = aligned(start, align_bytes)
+        stop = at + aligned(nbytes)
         if stop <= end:
             gaps[i : i + 1] = [gap for gap in ((start, at), (stop, end)) if gap[0] < gap[1]]
             return at
@@ -48,7 +49,7 @@ def needed_bytes(sizes: Iterable[int]) -> int:
     for nbytes in sizes:
         at = _place(gaps, nbytes) if nbytes else 0
         assert at is not None  # 2^62 bytes are never full
-        top = max(top, at + rounded(nbytes))
+        top = max(top, at + aligned(nbytes))
     return top
 
 
@@ -57,7 +58,7 @@ def anonymous(nbytes: int) -> tuple[mmap.mmap, int]:
 
     The mapping is 2 MiB longer than asked so that the border exists; that part is address space, never memory.
     """
-    area = mmap.mmap(-1, rounded(nbytes) + HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    area = mmap.mmap(-1, aligned(nbytes) + HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     pin = ctypes.c_char.from_buffer(area)
     start = -ctypes.addressof(pin) % HUGE_BYTES
     del pin
@@ -79,7 +80,7 @@ class HostPool:
     def __init__(self, capacity_bytes: int, lock: bool = False) -> None:
         if capacity_bytes < 0:
             raise ValueError(f"host pool: capacity_bytes is {capacity_bytes}, needs 0 or more")
-        self.capacity_bytes = rounded(capacity_bytes)
+        self.capacity_bytes = aligned(capacity_bytes)
         self.locked_bytes = 0
         self.ledger: dict[str, int] = {}
         self._gaps = [(0, self.capacity_bytes)] if self.capacity_bytes else []
@@ -110,7 +111,7 @@ class HostPool:
     def take(self, name: str, nbytes: int) -> torch.Tensor:
         """A uint8 tensor of `nbytes`, its address a multiple of 4096 (of 2 MiB from 2 MiB on).
 
-        Room is taken in whole pages, so up to `rounded(nbytes)` bytes behind the address belong to `name` alone; ask
+        Room is taken in whole pages, so up to `aligned(nbytes)` bytes behind the address belong to `name` alone; ask
         for the rounded length where the padding of a disk transfer is to be seen.  Raises `DoesNotFit`.
         """
         if self._area is None:
@@ -129,7 +130,7 @@ class HostPool:
                 f" (largest piece {max((end - start for start, end in self._gaps), default=0)});"
                 " raise offload.host_memory"
             )
-        self.ledger[name] = rounded(nbytes)
+        self.ledger[name] = aligned(nbytes)
         # One storage per buffer (not slices of one tensor): a storage tells which buffer a tensor lies in.
         return torch.frombuffer(self._area, dtype=torch.uint8, count=nbytes, offset=self._start + at)
 

@@ -13,19 +13,16 @@ from typing import Protocol
 
 import torch
 
-PAGE_BYTES = 4096  # what direct I/O asks of offset, length and address; a multiple of every drive's sector
-PIECE_BYTES = 1 << 20  # what one checksum covers, counted from the start of its extent (csrc/io.h has the same)
+from offloadz.plan.spec import PAGE_BYTES as PAGE_BYTES
+from offloadz.plan.spec import PIECE_BYTES as PIECE_BYTES
+from offloadz.plan.spec import aligned
+
 HUGE_BYTES = 2 << 20  # a huge page: contiguity decides the speed of direct I/O (3.2 against 1.5 GB/s, measured)
 
 # Entries of a checksum table that are no checksum (those are 0 or more; what is in them is the transfer's business).
 NEVER_WRITTEN = -1  # reads as zeros: fresh moments are this flag, not bytes on a drive
 NOT_WHOLE = -2  # a write of this piece began and has not ended well: its bytes mean nothing
 NOT_CHECKED = -3  # written while checksums are off
-
-
-def rounded(nbytes: int, to_bytes: int = PAGE_BYTES) -> int:
-    """`nbytes` rounded up to a multiple of `to_bytes`."""
-    return -(-nbytes // to_bytes) * to_bytes
 
 
 @dataclass(frozen=True)
@@ -49,7 +46,7 @@ class Extent:
     @property
     def room_bytes(self) -> int:
         """Bytes it takes in its file: whole pages."""
-        return rounded(self.nbytes)
+        return aligned(self.nbytes)
 
 
 class TransferFailed(OSError):

@@ -15,11 +15,12 @@ from offloadz.memory.disk import DiskTier
 from offloadz.memory.record import Saved
 from offloadz.memory.stripes import SMALL_BYTES, WEIGHT_SUM, weights_of
 from offloadz.memory.swapdir import STATE, owner_name
-from offloadz.memory.tier import PIECE_BYTES, rounded
+from offloadz.memory.tier import PIECE_BYTES
 from offloadz.plan.errors import CannotGoOn, DoesNotFit
 from offloadz.plan.paths import directory_of
 from offloadz.plan.rooms import drive_of, rooms_of
 from offloadz.plan.search import Plan, human
+from offloadz.plan.spec import aligned
 from offloadz.runtime.transfer import NativeTransfer, probe_speed, transfer_for
 
 PROBE_BYTES = 128 << 20
@@ -79,7 +80,7 @@ class Drives:
                 f"offload.swap: {human(needed, up=True)} are needed on {len(paths)} paths, and {told} to use; free "
                 "some, or leave out the path that is full"
             )
-        nbytes = min(PROBE_BYTES, rounded(needed, PIECE_BYTES), min(rooms) // PIECE_BYTES * PIECE_BYTES)
+        nbytes = min(PROBE_BYTES, aligned(needed, PIECE_BYTES), min(rooms) // PIECE_BYTES * PIECE_BYTES)
         measured = zip(tier.paths, transfers, strict=True)
         speeds = [probe_speed(f.path, io, f.probe.direct, max(nbytes, PIECE_BYTES))[:2] for f, io in measured]
         return weights_of(speeds, most)

@@ -23,12 +23,12 @@ from torch import Tensor
 from offloadz.memory.copies import copy_file
 from offloadz.memory.flat import DTYPES, Span, spans, state_views, typed
 from offloadz.memory.record import read_saved
-from offloadz.memory.tier import NEVER_WRITTEN, NOT_WHOLE, PIECE_BYTES, Extent, rounded
+from offloadz.memory.tier import NEVER_WRITTEN, NOT_WHOLE, PIECE_BYTES, Extent
 from offloadz.model.files import PIECE_ELEMENTS, Entry, StreamReader, _read_into
 from offloadz.model.manifest import MOMENTS, WEIGHTS
 from offloadz.plan.errors import DamagedState
 from offloadz.plan.recipes import Recipe, num_blocks
-from offloadz.plan.spec import Member, ModelSpec, Part, Section, Unit
+from offloadz.plan.spec import Member, ModelSpec, Part, Section, Unit, aligned
 from offloadz.runtime import native
 from offloadz.runtime.rest import decoded
 
@@ -177,7 +177,7 @@ class SavedState:
         return self._last[1:]
 
     def _bytes(self, kind: str, unit: Unit, k: int, nbytes: int) -> Tensor:
-        raw, start = torch.zeros(rounded(nbytes), dtype=torch.uint8), 0
+        raw, start = torch.zeros(aligned(nbytes), dtype=torch.uint8), 0
         # Nothing is kept of some (sgd without momentum).
         for extent, copy, table in self._held.get(f"{ROLES[kind]}/{unit.name}#{k}", ()):
             self._fill(raw[start : start + extent.room_bytes], extent, copy, table, 0)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from offloadz.plan.share import ALONE, Share
-from offloadz.plan.spec import ITEM_BYTES, ModelSpec, Unit, aligned
+from offloadz.plan.spec import ITEM_BYTES, PIECE_BYTES, ModelSpec, Unit, aligned
 
 TIERS = ("device", "host", "disk")
 KINDS = ("parameters", "gradients", "optimizer", "activations")
@@ -151,9 +151,9 @@ def slot_bytes(spec: ModelSpec, placement: Placement, saved_bytes: int = 0) -> d
     if "host" in placement.state_route[1:] and largest_state:
         pools["host.s"] = aligned(largest_state)
     if "host" in placement.grad_part_route[1:] and placement.commit != "in_place":
-        pools["host.h"] = aligned(max(p.weight_bytes for p in parts), 1 << 20)  # a transfer ends a checksum piece
+        pools["host.h"] = aligned(max(p.weight_bytes for p in parts), PIECE_BYTES)  # a transfer ends a checksum piece
     if placement.activations == "disk":
-        pools["host.x"] = aligned(saved_bytes, 1 << 20)  # a transfer ends a checksum piece
+        pools["host.x"] = aligned(saved_bytes, PIECE_BYTES)  # a transfer ends a checksum piece
     if placement.activations != "device" and not placement.unified:
         pools["compute.x"] = aligned(saved_bytes)
     return pools

@@ -19,7 +19,7 @@ from offloadz.plan.passes import compiled
 from offloadz.plan.placement import Placement, accumulates
 from offloadz.plan.recipes import Recipe
 from offloadz.plan.shared import Sharing, shared_s
-from offloadz.plan.spec import ITEM_BYTES, PART_ELEMENTS, ModelSpec, aligned
+from offloadz.plan.spec import ITEM_BYTES, PART_ELEMENTS, PIECE_BYTES, ModelSpec, aligned
 from offloadz.plan.steps import Backward, Finish, Forward, Phase, Turn, build
 from offloadz.plan.timeline import Timeline, from_virtual
 from offloadz.plan.walk import simulate
@@ -33,10 +33,6 @@ PART_BYTES = 2 * PART_ELEMENTS
 NET_RATE = 1.0e9
 """Bytes/s that come to a rank from the others of its machine, gloo over the loopback device (typical, unverified); with
 GPUs their bus."""
-
-PIECE_BYTES = 1 << 20
-"""What one checksum covers (`memory/tier.py`, which a plan does not import)."""
-
 
 CORES_SHARE = 0.8
 """A lane that has this share of the work of all cores is what keeps them busy."""

@@ -23,7 +23,10 @@ from offloadz.plan.recipes import EXACT, Recipe, check_recipe, num_blocks
 from offloadz.plan.share import ALONE, Share
 
 PAGE_BYTES = 4096
-"""Alignment of every extent, slot and section: what direct I/O asks for."""
+"""Alignment of every extent, slot and section: what direct I/O asks for, a multiple of every drive's sector."""
+
+PIECE_BYTES = 1 << 20
+"""What one checksum on a drive covers, counted from the start of its extent (csrc/io.h has the same)."""
 
 PART_ELEMENTS = 1 << 22
 """Elements an update moves at a time; a multiple of PAGE_BYTES elements so that parts stay aligned in every dtype."""

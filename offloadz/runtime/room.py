@@ -24,7 +24,7 @@ from offloadz.memory.flat import (
     typed,
 )
 from offloadz.memory.host import HostPool, needed_bytes
-from offloadz.memory.tier import PIECE_BYTES, Extent, rounded
+from offloadz.memory.tier import PIECE_BYTES, Extent
 from offloadz.plan.placement import Placement, accumulates, passing_bytes, rests, slot_bytes, spares
 from offloadz.plan.spec import ModelSpec, Part, Unit, aligned
 from offloadz.runtime.devices import Cpu, Device
@@ -267,7 +267,7 @@ class Room:
 
     def padded_bytes(self, extent: Extent, nbytes: int) -> int:
         """Length of a transfer that must end a piece or the extent."""
-        return min(rounded(nbytes, PIECE_BYTES), extent.nbytes)
+        return min(aligned(nbytes, PIECE_BYTES), extent.nbytes)
 
     def keep(self, call: int, micro: int, x: Tensor) -> None:
         """Lay an input ready to be saved, with a home for it."""

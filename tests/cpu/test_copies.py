@@ -15,8 +15,9 @@ from offloadz.memory.copies import copy_file
 from offloadz.memory.disk import DiskTier
 from offloadz.memory.host import HostPool
 from offloadz.memory.record import FLIP_FILE, LAYOUT_FILE, Saved, layout_text, read_record, read_saved
-from offloadz.memory.tier import Extent, rounded
+from offloadz.memory.tier import Extent
 from offloadz.plan.errors import CannotGoOn, DamagedState
+from offloadz.plan.spec import aligned
 from offloadz.runtime.transfer import ThreadTransfer
 
 SIZES = (5000, 1 << 20, 3_000_001, 4096)
@@ -39,8 +40,8 @@ class Bench:
         except BaseException:
             self.tier.close()
             raise
-        self.pool = HostPool(rounded(max(sizes)))
-        self.buffer = self.pool.take("buffer", rounded(max(sizes)))
+        self.pool = HostPool(aligned(max(sizes)))
+        self.buffer = self.pool.take("buffer", aligned(max(sizes)))
         places = [[e.file, e.offset, e.nbytes, e.label] for e in self.extents]
         (self.tier.path / "state" / LAYOUT_FILE).write_text(layout_text({"extents": places}))
         assert self.tier.shadow is not None
@@ -154,7 +155,7 @@ def test_checkpoints_outlive_whatever_the_run_does(tmp_path: Path) -> None:
         assert contents(read_saved(checkpoints / str(step))) == [10 * step + i for i in range(4)]
     # What no checkpoint needs has been given back: two states are left of four.
     inodes = {p.stat().st_ino: p.stat().st_blocks * 512 for p in checkpoints.rglob("weights.*.bin")}
-    room = sum(rounded(size) for size in SIZES)
+    room = sum(aligned(size) for size in SIZES)
     assert 2 * room <= sum(inodes.values()) < 2 * room + (1 << 17)
 
 

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from offloadz.memory.disk import DiskTier, Extent
 from offloadz.memory.host import HostPool
 from offloadz.memory.rows import STAGING_BYTES
-from offloadz.memory.tier import PAGE_BYTES, PIECE_BYTES, rounded
+from offloadz.memory.tier import PAGE_BYTES, PIECE_BYTES
 from offloadz.plan.errors import DamagedState
+from offloadz.plan.spec import aligned
 from offloadz.runtime.transfer import ThreadTransfer
 
 LENGTHS = [0, 1, 511, 512, 513, 4095, 4096, 4097, 7919, 104729, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1]
@@ -79,11 +80,11 @@ def test_any_lengths_and_dtypes_in_any_order_come_back(
         tier.read(extents[i], buffer)
         nbytes = extents[i].nbytes
         assert torch.equal(buffer[:nbytes], data[i].view(torch.uint8))
-        assert not buffer[nbytes : rounded(nbytes)].any()
+        assert not buffer[nbytes : aligned(nbytes)].any()
     for file in {extent.file for extent in extents}:
-        wanted = sum(rounded(extent.nbytes) for extent in extents if extent.file == file)
+        wanted = sum(aligned(extent.nbytes) for extent in extents if extent.file == file)
         assert (tier.path / file).stat().st_size == wanted
-    assert tier.bytes_read == tier.bytes_written == sum(rounded(extent.nbytes) for extent in extents)
+    assert tier.bytes_read == tier.bytes_written == sum(aligned(extent.nbytes) for extent in extents)
     tier.close()
 
 
@@ -92,7 +93,7 @@ def test_pieces_never_written_read_as_zeros_and_cost_no_transfer(tier: DiskTier,
     tier.allocate()
     buffer = buffers[0].fill_(9)
     tier.read(extent, buffer)
-    assert not buffer[: rounded(extent.nbytes)].any() and tier.bytes_read == 0
+    assert not buffer[: aligned(extent.nbytes)].any() and tier.bytes_read == 0
     tier.write(extent, buffers[1].fill_(5), 2 * PIECE_BYTES, PIECE_BYTES)
     tier.read(extent, buffer.fill_(9))
     written = torch.zeros(extent.nbytes, dtype=torch.uint8)
@@ -162,7 +163,7 @@ def test_any_rows_come_back(
     starts = [first_byte + row * row_bytes for row in rows.tolist()]
     pieces = {p for s in starts for p in range(s // PIECE_BYTES, (s + row_bytes - 1) // PIECE_BYTES + 1)}
     assert tier.bytes_read - before == sum(
-        rounded(min(PIECE_BYTES, extent.nbytes - piece * PIECE_BYTES)) for piece in pieces
+        aligned(min(PIECE_BYTES, extent.nbytes - piece * PIECE_BYTES)) for piece in pieces
     )
 
 
@@ -243,7 +244,7 @@ def test_one_thread_reads_while_another_writes(tier: DiskTier, buffers: list[tor
     for i, extent in enumerate(fresh):
         tier.read(extent, buffers[0])
         assert torch.equal(buffers[0][: extent.nbytes], _noise(extent.nbytes, 16 + i))
-    moved = [rounded(extent.nbytes) for extent in kept]
+    moved = [aligned(extent.nbytes) for extent in kept]
     assert tier.bytes_read == 6 * sum(moved) and tier.bytes_written == 6 * sum(moved)
 
 
@@ -301,4 +302,4 @@ def test_a_write_is_no_change_to_autograd(tier: DiskTier, buffers: list[torch.Te
     tier.write(extent, buffer)
     tier.read(extent, buffer)
     assert weights._version == before
-    assert not bool(buffer[4097 : rounded(4097)].any())
+    assert not bool(buffer[4097 : aligned(4097)].any())

@@ -16,8 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offloadz.memory.host import HostPool, needed_bytes
-from offloadz.memory.tier import HUGE_BYTES, PAGE_BYTES, rounded
+from offloadz.memory.tier import HUGE_BYTES, PAGE_BYTES
 from offloadz.plan.errors import DoesNotFit
+from offloadz.plan.spec import aligned
 
 MIB = 1 << 20
 
@@ -31,11 +32,11 @@ def _resident_bytes() -> int:
 def test_what_needed_bytes_says_is_enough_and_nothing_overlaps(sizes: list[int]) -> None:
     pool = HostPool(needed_bytes(sizes))
     taken = [pool.take(f"b{i}", size) for i, size in enumerate(sizes)]
-    ranges = sorted((t.data_ptr(), t.data_ptr() + rounded(t.numel())) for t in taken if t.numel())
+    ranges = sorted((t.data_ptr(), t.data_ptr() + aligned(t.numel())) for t in taken if t.numel())
     assert all(before[1] <= after[0] for before, after in pairwise(ranges))
     assert [(t.numel(), t.dtype) for t in taken] == [(size, torch.uint8) for size in sizes]
     assert not any(t.data_ptr() % (HUGE_BYTES if t.numel() >= HUGE_BYTES else PAGE_BYTES) for t in taken if t.numel())
-    assert sum(pool.ledger.values()) == sum(rounded(size) for size in sizes) <= pool.capacity_bytes
+    assert sum(pool.ledger.values()) == sum(aligned(size) for size in sizes) <= pool.capacity_bytes
     del taken
     pool.close()
 

@@ -17,8 +17,9 @@ from offloadz.memory.direct import probe_direct
 from offloadz.memory.disk import DiskTier
 from offloadz.memory.host import HostPool
 from offloadz.memory.stripes import SMALL_BYTES, Together, shares, weights_of
-from offloadz.memory.tier import PIECE_BYTES, rounded
+from offloadz.memory.tier import PIECE_BYTES
 from offloadz.plan.errors import ConfigError
+from offloadz.plan.spec import aligned
 from offloadz.runtime.transfer import (
     RingTransfer,
     ThreadTransfer,
@@ -74,7 +75,7 @@ def test_lengths_in_random_order_come_back(tmp_path: Path, made: RingTransfer | 
         buffer.fill_(0x33)
         tier.read(extents[i], buffer)
         assert torch.equal(buffer[: LENGTHS[i]], random_bytes(LENGTHS[i], i)), LENGTHS[i]
-        assert not buffer[LENGTHS[i] : rounded(LENGTHS[i])].any()
+        assert not buffer[LENGTHS[i] : aligned(LENGTHS[i])].any()
     tier.close()
 
 
@@ -106,11 +107,11 @@ def test_any_dtype_and_shape_comes_back_bit_for_bit(
     nbytes = torch.Size(shape).numel() * dtype.itemsize
     content = random_bytes(nbytes, seed)
     fd = os.open(tmp_path / "file", os.O_RDWR | os.O_CREAT, 0o600)
-    buffer = HostPool(rounded(nbytes) + 4096).take("buffer", rounded(nbytes))
+    buffer = HostPool(aligned(nbytes) + 4096).take("buffer", aligned(nbytes))
     buffer[:nbytes] = content
     table = torch.full((max(1, -(-nbytes // PIECE_BYTES)),), -1)
-    made.write(fd, buffer, rounded(nbytes), 4096, table)
-    made.read(fd, buffer.fill_(7), rounded(nbytes), 4096, table)
+    made.write(fd, buffer, aligned(nbytes), 4096, table)
+    made.read(fd, buffer.fill_(7), aligned(nbytes), 4096, table)
     os.close(fd)
     found = buffer[:nbytes].clone().view(dtype).reshape(shape)
     assert torch.equal(found.flatten().view(torch.uint8), content)

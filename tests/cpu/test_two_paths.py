@@ -18,8 +18,9 @@ from offloadz.memory.disk import DiskTier
 from offloadz.memory.host import HostPool
 from offloadz.memory.record import LAYOUT_FILE, Saved, home_of, layout_text, read_saved
 from offloadz.memory.stripes import path_of, shares, weights_of
-from offloadz.memory.tier import PIECE_BYTES, Extent, TransferFailed, rounded
+from offloadz.memory.tier import PIECE_BYTES, Extent, TransferFailed
 from offloadz.plan.errors import DamagedState, DiskFailed, DoesNotFit
+from offloadz.plan.spec import aligned
 from offloadz.runtime.transfer import ThreadTransfer
 
 LARGE = 18 * PIECE_BYTES
@@ -47,11 +48,11 @@ def test_all_lengths_come_back_whole_and_in_parts(tmp_path: Path, buffer: torch.
     for i, extent in enumerate(extents):
         buffer[: LENGTHS[i]] = random_bytes(LENGTHS[i], i)
         tier.write(extent, buffer)
-    assert tier.bytes_written == sum(map(rounded, LENGTHS))
+    assert tier.bytes_written == sum(map(aligned, LENGTHS))
     for i, extent in enumerate(extents):
         wanted = random_bytes(LENGTHS[i], i)
         tier.read(extent, buffer.fill_(0x33))
-        assert torch.equal(buffer[: LENGTHS[i]], wanted) and not buffer[LENGTHS[i] : rounded(LENGTHS[i])].any()
+        assert torch.equal(buffer[: LENGTHS[i]], wanted) and not buffer[LENGTHS[i] : aligned(LENGTHS[i])].any()
         for start in range(0, LENGTHS[i], 3 * PIECE_BYTES):  # across the borders of shares
             stop = min(start + 5 * PIECE_BYTES, LENGTHS[i])
             tier.read(extent, buffer.fill_(0x33), stop - start, start)
@@ -62,7 +63,7 @@ def test_all_lengths_come_back_whole_and_in_parts(tmp_path: Path, buffer: torch.
     assert torch.equal(out, wanted[4:16001004].view(-1, 1000)[rows])
     lengths = [path.stat().st_size for path in sorted(tmp_path.rglob("weights*.bin"))]
     assert [path.name for path in sorted(tmp_path.rglob("*.bin"))] == ["weights.bin", "weights@1.bin", "weights@2.bin"]
-    assert sum(lengths) == sum(map(rounded, LENGTHS)) and min(lengths) >= PIECE_BYTES
+    assert sum(lengths) == sum(map(aligned, LENGTHS)) and min(lengths) >= PIECE_BYTES
     tier.close()
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
