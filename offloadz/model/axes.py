@@ -132,8 +132,8 @@ def one_more_row(tree: Any, rows: int) -> Any:
 
 
 def compared(name: str, kind: str, small: Shapes, large: Shapes) -> tuple[int | None, ...]:
-    """The axis that grew by one, per leaf; raises ConfigError for a leaf in which the rows are mixed with"
-    " something else."""
+    """The axis that grew by one, per leaf; raises ConfigError for a leaf in which rows are mixed with something
+    else."""
     if len(small) != len(large):
         raise ConfigError(
             f"{name}: {kind}s differ in number between batches of different size; micro-batches are not possible,"

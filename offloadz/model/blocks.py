@@ -172,7 +172,7 @@ class BlockSeat:
         hidden = call.cut(call.hidden, call.hidden_at, micro).contiguous().detach()
         room = self.stage.session.room
         if call.turn.graded:
-            room.keep(call.turn.call, micro, hidden)
+            room.lay_input(call.turn.call, micro, hidden)
         weights = self.body.views(room.weights(self.unit, op.reads[0]))
         args, kwargs = call.inputs(micro, hidden)
         with torch.no_grad(), self.stage.seeded(call.turn.call, micro), self.body.lent(weights):
@@ -245,7 +245,7 @@ class BlockSeat:
     def _again(self, op: Op, call: Call, micro: int, sections: list[Tensor]) -> Graph:
         """The graph of a micro-batch from its saved input."""
         room = self.stage.session.room
-        hidden = room.kept(call.turn.call, micro, op.reads[-2 if self.trainable else -1])
+        hidden = room.saved_input(call.turn.call, micro, op.reads[-2 if self.trainable else -1])
         graph, _ = self._graph(call, micro, hidden, Saved(self.name, sections, hidden))
         room.live.pop((call.turn.call, micro), None)
         return graph

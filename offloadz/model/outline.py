@@ -23,8 +23,8 @@ from offloadz.plan.spec import ModelSpec, Seat
 
 @dataclass(frozen=True)
 class Outline:
-    """A spec, the module of each seat, and the canonical name of the parameter at each (module's identity,"
-    " attribute)."""
+    """A spec, the module of each seat, and the canonical name of the parameter at each (module's identity,
+    attribute)."""
 
     spec: ModelSpec
     modules: tuple[nn.Module, ...]

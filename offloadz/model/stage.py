@@ -116,8 +116,8 @@ class Stage:
             self.root = None
 
     def _without_cache(self, module: nn.Module, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """A cache that reaches the blocks in training makes a recompute append its keys twice: no cache, or an"
-        " error."""
+        """A cache that reaches the blocks in training makes a recompute append its keys twice: no cache, or an
+        error."""
         config = getattr(module, "config", None)
         if kwargs.get("use_cache"):
             raise ConfigError(

@@ -3,10 +3,10 @@
 A block runs backward through the graph of its forward.  Kept from one to the other it takes some twenty times the bytes
 of the block's input; made anew it takes a third more products.  Bytes are a formula over shapes that knows no family:
 what a product reads or makes beside the hidden state, what its norms read and scale, the inputs of attention and
-feed-forward, the gate's activation.  Within 2 % of what torch 2.13 saves for Llama, Mistral, Qwen3, Gemma 3 and OLMo 2
-(`tests/plan/test_kept.py` measures it again), 10 % low where products are fused (Phi-3).  Activations written out in
-small steps (GPT-2) keep up to half as much again, routed experts much less: a run learns the true size from its first
-graph (`model/graphs.py`) and never keeps more than there is room for.
+feed-forward, the gate's activation.  Within 2 % of what torch 2.13 saves for Llama, Mistral, Qwen3, Gemma 3, OLMo 2
+and GPT-NeoX (`tests/plan/test_kept.py` measures it again), 10 % low where products are fused (Phi-3).  Activations
+written out in small steps (GPT-2) keep up to half as much again, routed experts much less: a run learns the true size
+from its first graph (`model/graphs.py`) and never keeps more than there is room for.
 
 How many are kept is decided by room: as many of the last seats as fit beside all else, and none where saved inputs go
 to a drive, since who sends those away wants the memory.  The trade-off: nothing goes to a drive to make room for

@@ -95,3 +95,9 @@ class Program:
 
 def _names(text: str) -> tuple[str, ...]:
     return tuple(text.split(",")) if text not in ("", "-") else ()
+
+
+def part_named(place: str) -> tuple[str, int, int]:
+    """Kind, unit and part of a place at rest: ("s", 3, 0) of `s3.0@host`."""
+    unit, part = place[1 : place.index("@")].split(".")
+    return place[0], int(unit), int(part)

@@ -4,8 +4,8 @@ A lane answers `submit(op, waits)` with an event.  A real lane's event is a hand
 cannot tell.  It stops before each op of the `device` lane, because that computation belongs to the user's model, which
 arrives there in its own time; a simulation simply goes on.
 
-[Note: events are issued, then done] An op waits only for events of ops submitted before it, and lanes are in order, so
-a walk cannot deadlock.
+[Note: a walk cannot deadlock] An op waits only for events of ops submitted before it, and lanes are in order, so
+the earliest op that is not done can always go on.
 """
 
 from __future__ import annotations

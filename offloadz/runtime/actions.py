@@ -19,11 +19,16 @@ from offloadz.runtime import native
 from offloadz.runtime.room import Room
 
 
-def load_w(room: Room, op: Op) -> None:
-    """The parts of a unit's weights that are at rest here, from disk into one host slot."""
-    whole = room.slots[op.writes[0]]
-    for part, place in zip(room.spec.units[op.unit].kept_parts, op.reads, strict=True):
-        room.drive.read(room.extents[place], room.part_bytes("w", op.unit, part, whole))
+def load_parts(room: Room, op: Op) -> None:
+    """Parts of a unit's weights or of its open gradient sum, from disk to where they lie in a host slot of the unit."""
+    for place in op.reads:
+        room.drive.read(room.extents[place], room.part_in(room.slots[op.writes[0]], place))
+
+
+def store_parts(room: Room, op: Op) -> None:
+    """Such parts, from a host slot of the unit to disk."""
+    for place in op.writes:
+        room.drive.write(room.extents[place], room.part_in(room.slots[op.reads[0]], place))
 
 
 def load_part(room: Room, op: Op) -> None:
@@ -58,13 +63,6 @@ def copy_part(room: Room, op: Op) -> None:
     native.copy_(room.buffer(op.writes[0])[: source.nbytes], source)
 
 
-def load_g(room: Room, op: Op) -> None:
-    """A unit's open gradient sum, from disk into one host slot."""
-    whole = room.slots[op.writes[0]]
-    for part, place in zip(room.spec.units[op.unit].summed_parts, op.reads, strict=True):
-        room.drive.read(room.extents[place], room.part_bytes("g", op.unit, part, whole))
-
-
 def store_g(room: Room, op: Op) -> None:
     """A unit's rounded gradient, part by part, from its host slot to disk."""
     whole, unit = room.slots[op.reads[0]], room.spec.units[op.unit]
@@ -72,13 +70,6 @@ def store_g(room: Room, op: Op) -> None:
         extent = room.extents[place]
         nbytes = room.padded_bytes(extent, unit.parts[part].weight_bytes)
         room.drive.write(extent, room.part_bytes("g", op.unit, part, whole)[: aligned(nbytes)], nbytes)
-
-
-def store_g_sum(room: Room, op: Op) -> None:
-    """A unit's open gradient sum, part by part, from its host slot to disk."""
-    whole = room.slots[op.reads[0]]
-    for part, place in zip(room.spec.units[op.unit].summed_parts, op.writes, strict=True):
-        room.drive.write(room.extents[place], room.part_bytes("g", op.unit, part, whole))
 
 
 CONVERT: dict[tuple[torch.dtype, torch.dtype], Callable[[Tensor, Tensor], None]] = {
@@ -105,31 +96,22 @@ def zero_g(room: Room, op: Op) -> None:
 
 def fetch_g(room: Room, op: Op) -> None:
     """An open gradient sum into the gradient slot."""
-    unit, slopes = room.spec.units[op.unit], room.slopes(op.unit, op.writes[0])
-    for k in unit.summed_parts:
-        part = unit.parts[k]
-        native.copy_(
-            slopes[part.section][part.start : part.stop], room.grad_part(op.unit, k, op.reads[0], torch.float32)
-        )
+    for k, slope in room.slopes_of(room.spec.units[op.unit].summed_parts, op.unit, op.writes[0]):
+        native.copy_(slope, room.grad_part(op.unit, k, op.reads[0], torch.float32))
 
 
 def save_g(room: Room, op: Op) -> None:
     """The gradient slot to its home as the fp32 sum it is."""
-    unit, slopes = room.spec.units[op.unit], room.slopes(op.unit, op.reads[0])
-    for k in unit.summed_parts:
-        part = unit.parts[k]
-        native.copy_(
-            room.grad_part(op.unit, k, op.writes[0], torch.float32), slopes[part.section][part.start : part.stop]
-        )
+    for k, slope in room.slopes_of(room.spec.units[op.unit].summed_parts, op.unit, op.reads[0]):
+        native.copy_(room.grad_part(op.unit, k, op.writes[0], torch.float32), slope)
 
 
 def drain_g(room: Room, op: Op) -> None:
     """The gradient slot to its home, rounded once; the norm is taken of the rounded values, which the update reads."""
-    unit, slopes = room.spec.units[op.unit], room.slopes(op.unit, op.reads[0])
-    for k in unit.trained_parts:
-        part = unit.parts[k]
-        target = room.grad_part(op.unit, k, op.writes[0], DTYPES[part.dtype])
-        room.squares[op.unit, k] = native.drain_(target, slopes[part.section][part.start : part.stop])
+    unit = room.spec.units[op.unit]
+    for k, slope in room.slopes_of(unit.trained_parts, op.unit, op.reads[0]):
+        target = room.grad_part(op.unit, k, op.writes[0], DTYPES[unit.parts[k].dtype])
+        room.squares[op.unit, k] = native.drain_(target, slope)
 
 
 def seed_g(room: Room, op: Op) -> None:
@@ -154,21 +136,6 @@ def spread_w(room: Room, op: Op) -> None:
         room.ranks.gather(whole, own, f"{op.verb} of {unit.name}")
 
 
-def load_own(room: Room, op: Op) -> None:
-    """The parts of a unit's weights that this rank updates, from disk into one host slot."""
-    whole = room.slots[op.writes[0]]
-    for part, place in zip(room.spec.units[op.unit].own_parts, op.reads, strict=True):
-        room.drive.read(room.extents[place], room.part_bytes("w", op.unit, part, whole))
-
-
-def store_others(room: Room, op: Op) -> None:
-    """The parts of a unit's weights that the other ranks have updated, from one host slot to disk."""
-    whole, unit = room.slots[op.reads[0]], room.spec.units[op.unit]
-    others = (k for k in unit.kept_parts if k not in unit.own_parts)
-    for part, place in zip(others, op.writes, strict=True):
-        room.drive.write(room.extents[place], room.part_bytes("w", op.unit, part, whole))
-
-
 def scatter_g(room: Room, op: Op) -> None:
     """The gradient slot summed over ranks, this rank's shards of it into another slot, at their places in the whole."""
     unit = room.spec.units[op.unit]
@@ -187,9 +154,7 @@ def sum_g(room: Room, op: Op) -> None:
 def save_x(room: Room, op: Op) -> None:
     """A live input into its host buffer; the device lets go of it."""
     source = room.live.pop((op.call, op.micro))
-    place = op.writes[0]
-    target = room.slots[place][: source.nbytes] if "#" in place else room.saved[place]
-    native.copy_(target, source.view(-1))
+    native.copy_(room.input_at(op.writes[0])[: source.nbytes], source.view(-1))
 
 
 def store_x(room: Room, op: Op) -> None:
@@ -247,11 +212,11 @@ def turn(room: Room, op: Op) -> None:
 
 
 ACTIONS: dict[str, Callable[[Room, Op], None]] = {
-    "load.w": load_w,
+    "load.w": load_parts,
     "load.s": load_part,
     "load.p": load_part,
     "load.h": load_h,
-    "load.g": load_g,
+    "load.g": load_parts,
     "load.x": load_x,
     "store.s": store_part,
     "store.p": store_part,
@@ -260,15 +225,15 @@ ACTIONS: dict[str, Callable[[Room, Op], None]] = {
     "copy.s": copy_part,
     "copy.p": copy_part,
     "store.g": store_g,
-    "store.g.sum": store_g_sum,
+    "store.g.sum": store_parts,
     "store.x": store_x,
     "fetch.w": fetch_w,
     "fetch.g": fetch_g,
     "seed.g": seed_g,
     "gather.w": gather_w,
     "spread.w": spread_w,
-    "load.own": load_own,
-    "store.others": store_others,
+    "load.own": load_parts,
+    "store.others": store_parts,
     "scatter.g": scatter_g,
     "sum.g": sum_g,
     "zero.g": zero_g,

@@ -70,20 +70,21 @@ def zero_g(room: Room, op: Op) -> None:
 
 def fetch_g(room: Room, op: Op) -> None:
     """An open gradient sum into the gradient slot."""
-    for k, slope in room.slope_parts(op.unit, op.writes[0]):
+    for k, slope in room.slopes_of(room.spec.units[op.unit].summed_parts, op.unit, op.writes[0]):
         slope.copy_(room.grad_part(op.unit, k, op.reads[0], torch.float32), non_blocking=True)
 
 
 def save_g(room: Room, op: Op) -> None:
     """The gradient slot to its home as the fp32 sum it is."""
-    for k, slope in room.slope_parts(op.unit, op.reads[0]):
+    for k, slope in room.slopes_of(room.spec.units[op.unit].summed_parts, op.unit, op.reads[0]):
         room.grad_part(op.unit, k, op.writes[0], torch.float32).copy_(slope, non_blocking=True)
 
 
 def drain_g(room: Room, op: Op) -> None:
     """The gradient slot to its home, rounded once; the sum of squares of the rounded values comes home with it."""
-    for k, slope in room.slope_parts(op.unit, op.reads[0]):
-        dtype = DTYPES[room.spec.units[op.unit].parts[k].dtype]
+    unit = room.spec.units[op.unit]
+    for k, slope in room.slopes_of(unit.trained_parts, op.unit, op.reads[0]):
+        dtype = DTYPES[unit.parts[k].dtype]
         grad = ROUNDED[dtype](room, slope)
         room.grad_part(op.unit, k, op.writes[0], dtype).copy_(grad, non_blocking=True)
         home = room.square_homes[op.unit, k]
@@ -94,17 +95,16 @@ def drain_g(room: Room, op: Op) -> None:
 def save_x(room: Room, op: Op) -> None:
     """A live input into its host buffer; the device lets go of it."""
     source = room.live.pop((op.call, op.micro))
-    place = op.writes[0]
-    held = room.slots[place] if "#" in place else room.saved[place]
-    typed(held, 0, source.numel(), source.dtype).view(source.shape).copy_(source, non_blocking=True)
+    typed(room.input_at(op.writes[0]), 0, source.numel(), source.dtype).view(source.shape).copy_(
+        source, non_blocking=True
+    )
     room.device.hold(source)
 
 
 def fetch_x(room: Room, op: Op) -> None:
     """A saved input into a slot of the device."""
-    nbytes, place = input_bytes(room, op), op.reads[0]
-    held = room.slots[place] if "#" in place else room.saved[place]
-    room.slots[op.writes[0]][:nbytes].copy_(held[:nbytes], non_blocking=True)
+    nbytes = input_bytes(room, op)
+    room.slots[op.writes[0]][:nbytes].copy_(room.input_at(op.reads[0])[:nbytes], non_blocking=True)
 
 
 def move_part(room: Room, op: Op) -> None:

@@ -105,7 +105,7 @@ class Cpu:
 
     torch = torch.device("cpu")
     unified = True
-    facts = None
+    facts: DeviceFacts | None = None
 
     def empty(self, nbytes: int) -> Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
@@ -206,7 +206,7 @@ class Accelerator(Cpu):
         torch.accelerator.set_device_index(device.index)
         self.torch = device  # type: ignore[misc]
         self.module = torch.get_device_module(device)
-        self.facts = facts_of(device)  # type: ignore[assignment]
+        self.facts = facts_of(device)
         self._bad = torch.full((1 << 20,), 0xFF, dtype=torch.uint8, device=device)
         self._locked: dict[int, int] = {}
         """Addresses of locked memory, with their bytes."""

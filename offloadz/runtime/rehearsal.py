@@ -146,7 +146,7 @@ class Rehearsal(Cpu):
     unified = False
 
     def __init__(self, device_bytes: int = 8 << 30, bfloat16: bool = False) -> None:
-        self.facts = DeviceFacts("rehearsal", "a rehearsed GPU", device_bytes, device_bytes, bfloat16)  # type: ignore[assignment]
+        self.facts = DeviceFacts("rehearsal", "a rehearsed GPU", device_bytes, device_bytes, bfloat16)
         self._made = 0
 
     def empty(self, nbytes: int) -> Tensor:

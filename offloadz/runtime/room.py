@@ -25,6 +25,7 @@ from offloadz.memory.flat import (
 )
 from offloadz.memory.host import HostPool, needed_bytes
 from offloadz.memory.tier import PIECE_BYTES, Extent
+from offloadz.plan.ops import part_named
 from offloadz.plan.placement import Placement, accumulates, passing_bytes, rests, slot_bytes, spares
 from offloadz.plan.spec import ModelSpec, Part, Unit, aligned
 from offloadz.runtime.devices import Cpu, Device
@@ -203,10 +204,12 @@ class Room:
         """Bytes of a place in memory: a slot, or the part of a home (`s3.0@host`) or of a spare (`s3.0@spare`)."""
         if "#" in place:
             return self.slots[place]
-        name, _, tier = place.partition("@")
-        kind, (unit, part) = name[0], map(int, name[1:].split("."))
-        whole = self.spares[kind, unit] if tier == "spare" else self.home(kind, unit)
-        return self.part_bytes(kind, unit, part, whole)
+        kind, unit, _ = part_named(place)
+        return self.part_in(self.spares[kind, unit] if place.endswith("@spare") else self.home(kind, unit), place)
+
+    def part_in(self, whole: Tensor, place: str) -> Tensor:
+        """Bytes of the part that a place tells (`w3.0@disk`), within a buffer of its whole unit."""
+        return self.part_bytes(*part_named(place), whole)
 
     def part_at(self, unit: int, part: int, place: str) -> Tensor:
         """Bytes of a part where a place holds it, alone or within its whole unit (`host.w#1`, `host.g#0`)."""
@@ -250,10 +253,10 @@ class Room:
         """Flat fp32 gradient sections of a slot."""
         return slope_sections(self.spec.units[unit], self.slots[place])
 
-    def slope_parts(self, unit: int, place: str) -> Iterator[tuple[int, Tensor]]:
-        """(part, its flat fp32 gradient) in a slot, for each trained part."""
+    def slopes_of(self, parts: tuple[int, ...], unit: int, place: str) -> Iterator[tuple[int, Tensor]]:
+        """(part, its flat fp32 gradient) in a slot, for some parts of a unit."""
         slopes = self.slopes(unit, place)
-        for k in self.spec.units[unit].trained_parts:
+        for k in parts:
             part = self.spec.units[unit].parts[k]
             yield k, slopes[part.section][part.start : part.stop]
 
@@ -269,7 +272,7 @@ class Room:
         """Length of a transfer that must end a piece or the extent."""
         return min(aligned(nbytes, PIECE_BYTES), extent.nbytes)
 
-    def keep(self, call: int, micro: int, x: Tensor) -> None:
+    def lay_input(self, call: int, micro: int, x: Tensor) -> None:
         """Lay an input ready to be saved, with a home for it."""
         key = (call, micro)
         self.live[key], self.shapes[key] = x, (x.shape, x.dtype)
@@ -297,13 +300,16 @@ class Room:
         self.extents[place] = self.drive.reserve("scratch", f"activations/{place}.{size}", size)
         self.drive.allocate()
 
-    def kept(self, call: int, micro: int, place: str) -> Tensor:
+    def saved_input(self, call: int, micro: int, place: str) -> Tensor:
         """A saved input, from where it was brought to."""
         shape, dtype = self.shapes[call, micro]
         if place.endswith("@live"):
             return self.live[call, micro]
-        held = self.slots[place] if "#" in place else self.saved[place]
-        return typed(held, 0, shape.numel(), dtype).view(shape)
+        return typed(self.input_at(place), 0, shape.numel(), dtype).view(shape)
+
+    def input_at(self, place: str) -> Tensor:
+        """The bytes that hold a saved input: a slot, or its home in memory."""
+        return self.slots[place] if "#" in place else self.saved[place]
 
     def fits_saved(self, nbytes: int) -> bool:
         return all(slot.numel() >= nbytes for name, slot in self.slots.items() if name.endswith(".x#0"))
