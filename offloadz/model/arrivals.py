@@ -11,6 +11,7 @@ twice with shadow, so a run whose plan was free to choose goes over to hold whil
 from __future__ import annotations
 
 import logging
+import math
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +29,9 @@ WINDOW = 32
 
 OFTEN, SELDOM = 0.25, 0.1
 """Share of them from which on updates wait for the norm, and up to which they come on arrival again."""
+
+LEAST = 2
+"""Clipped steps that are enough for the former while few are decided: a run often begins with large gradients."""
 
 
 @dataclass
@@ -76,7 +80,9 @@ class Arrivals:
         """Count a decided step, and go over to the way of committing that suits how often clipping fires."""
         self._again.append(again)
         session, num = self.stage.session, sum(self._again)
-        often = {"shadow": num >= OFTEN * WINDOW, "hold": num > SELDOM * len(self._again)}[session.placement.commit]
+        decided = len(self._again)
+        most = {"shadow": max(LEAST - 1, math.ceil(OFTEN * decided) - 1), "hold": SELDOM * decided}
+        often = num > most[session.placement.commit]
         commit = "hold" if often else "shadow"
         if commit != session.placement.commit and (often or len(self._again) == WINDOW):
             log.warning(

@@ -18,6 +18,7 @@ from typing import Any
 
 from offloadz.plan.errors import ConfigError
 from offloadz.plan.machine import COMPUTING, TYPICAL_RATES, UNVERIFIED, Drive, Machine
+from offloadz.plan.rooms import drive_of
 
 FOLDER = Path(__file__).parent / "machines"
 
@@ -272,8 +273,8 @@ def _card(table: object, path: Path, default: str) -> dict[str, Figure]:
 
 
 def _drive_of(drives: object, path: Path, default: str, swap: Sequence[Path]) -> tuple[Drive | None, dict[str, Figure]]:
-    """The drive that holds `swap`, with its figures: the one with the longest path above it, or one without a path;
-    several that hold a share each are told as one.
+    """The drive that holds `swap`, with its figures: the one with the longest path above it, or one without a path, or
+    one whose path is on the same file system; several that hold a share each are told as one.
 
     Drives without a path take the swap paths that lie below none, one each, in their order; the last takes the rest.
     """
@@ -292,6 +293,8 @@ def _drive_of(drives: object, path: Path, default: str, swap: Sequence[Path]) ->
     chosen = {}
     for one in swap or [Path("/")]:
         held = [index for index, (place, _, _) in enumerate(found) if place and _holds(Path(place), one)]
+        if not held and not free and swap:
+            held = [index for index, (place, _, _) in enumerate(found) if _beside(place, one)]
         if not held and not free:
             return None, {}
         best = max(held, key=lambda index: len(found[index][0])) if held else free.pop(0) if free[1:] else free[0]
@@ -301,6 +304,11 @@ def _drive_of(drives: object, path: Path, default: str, swap: Sequence[Path]) ->
 
 def _holds(place: Path, swap: Path) -> bool:
     return swap.absolute().is_relative_to(place.absolute())
+
+
+def _beside(place: str, swap: Path) -> bool:
+    """Whether a swap path lies on the file system of a place that was measured here."""
+    return Path(place).exists() and drive_of(Path(place)) == drive_of(swap)
 
 
 def _together(drives: Sequence[tuple[Drive, dict[str, Figure]]]) -> tuple[Drive, dict[str, Figure]]:

@@ -75,6 +75,10 @@ def test_the_drive_is_the_one_that_holds_the_swap_path(tmp_path: Path) -> None:
     for elsewhere in ([tmp_path / "c"], [tmp_path / "ab"], [tmp_path / "a", tmp_path / "c"], []):
         found = read_machine(told, BOX, elsewhere)
         assert found.drive is None and found.rates["disk_write"] == TYPICAL_RATES["disk_write"]
+    (tmp_path / "b").mkdir()
+    beside = read_machine(told, BOX, [tmp_path / "c"])
+    assert beside.rates["disk_write"] == 3, "what was measured on a file system holds for all of it"
+    assert read_machine(told, BOX, []).drive is None
 
 
 def test_several_drives_count_as_one(tmp_path: Path) -> None:
