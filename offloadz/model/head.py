@@ -151,11 +151,13 @@ class _Logits(torch.autograd.Function):
         ctx.seat = seat
         ctx.save_for_backward(hidden)
         out, ctx.turn = seat.forward(hidden, True)
+        ctx.begun = seat.stage.session.begun
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None]:
+        refuse_again(ctx.seat.name, ctx.seat.stage.session, ctx.begun)
+        ctx.begun = -1
         return None, ctx.seat.backward(ctx.turn, ctx.saved_tensors[0], grad), None
 
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from offloadz.memory.flat import DTYPES
 from offloadz.model.body import Body
+from offloadz.model.graphs import refuse_again
 from offloadz.model.stage import Stage
 from offloadz.plan.errors import ConfigError
 from offloadz.plan.ops import Op
@@ -174,10 +174,12 @@ class _Lookup(torch.autograd.Function):
     def forward(ctx: Any, anchor: Tensor, seat: TableSeat, ids: Tensor) -> Tensor:
         ctx.seat, ctx.ids = seat, seat.stage.device.ask(ids)  # here, where no computation is in the way
         out, ctx.turn = seat.forward(ctx.ids, True)
+        ctx.begun = seat.stage.session.begun
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
+        refuse_again(ctx.seat.name, ctx.seat.stage.session, ctx.begun)
+        ctx.begun = -1
         ctx.seat.backward(ctx.turn, ctx.ids, grad)
         return None, None, None

@@ -168,6 +168,27 @@ def test_a_second_backward_and_gradients_of_gradients_are_refused_by_name(recomp
         assert_same_bits(train(run, STEPS), wanted, "steps that failed left a trace")
 
 
+@pytest.mark.filterwarnings("ignore:Using backward")
+@pytest.mark.parametrize("again", ["retain_graph", "create_graph"])
+def test_whole_logits_and_a_lookup_alone_serve_one_backward_and_say_whose(again: str, swap: Path) -> None:
+    ids = STEPS[0]["input_ids"]
+    with offloadz.offload(tiny("llama"), offloadz.AdamW(lr=1e-3), swap=swap) as run:
+
+        def twice(out: Tensor) -> Tensor:
+            out.sum().backward(**{again: True})
+            return out.sum()
+
+        asked = {
+            "lm_head": lambda model, _: twice(model(input_ids=ids, use_cache=False).logits),
+            "model.embed_tokens": lambda model, _: twice(model.get_input_embeddings()(ids)),
+        }
+        for name, loss_fn in asked.items():
+            with pytest.raises(RuntimeError, match=f"^{name}: .*{again}=True"):
+                run.step(STEPS[0], loss_fn=loss_fn)
+        wanted = ran(tiny("llama"), swap, "auto", **dict.fromkeys(KINDS, "host"), micro_batch_size=0)
+        assert_same_bits(train(run, STEPS), wanted, "steps that failed left a trace")
+
+
 @pytest.mark.parametrize("recompute", ["none", "all"])
 def test_what_a_given_up_step_left_is_gone_and_says_so(recompute: str, swap: Path) -> None:
     with offloadz.offload(tiny("llama"), offloadz.AdamW(lr=1e-3), swap=swap, recompute=recompute) as run:
