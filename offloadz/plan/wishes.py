@@ -99,11 +99,13 @@ def question(
     wishes = replace(wishes, reading_bytes=_reading_bytes(config, directory), random=model.init == "random")
     facts = None if machine_name else find(config.offload.device)
     machine = asked_machine(config, machine_name, facts)
-    wishes = _on_its_drive(machine, wishes, imagined=bool(machine_name))
-    machine, wishes = _changed(machine, wishes, sets, len(config.offload.swap))
+    elsewhere = bool(machine_name)
+    wishes = _with_drive(machine, wishes, elsewhere) if elsewhere else _with_free(machine, wishes)
+    machine, wishes = _changed(machine, wishes, sets, len(config.offload.swap), elsewhere)
     compute = compute_dtype(facts, spec.dtype) if facts or machine.unified else spec.dtype
     machine = machine.computing(compute, "eager" if model.kernels == "auto" else model.kernels)
-    notes = [note] if machine_name else [note, _gpu_note(machine), *_swap_notes(config)]
+    more = [_room_note(machine, wishes)] if elsewhere else [_gpu_note(machine), *_swap_notes(config)]
+    notes = [note, *more]
     return Question(spec, machine, replace(wishes, compute=compute), tuple(filter(None, notes)))
 
 
@@ -160,17 +162,34 @@ def asked_machine(config: Config, name: str | None = None, facts: DeviceFacts | 
     return with_found(replace(found, cores=min(found.cores, box.cores)), facts)
 
 
-def _on_its_drive(machine: Machine, wishes: Wishes, imagined: bool) -> Wishes:
-    """With the room of the machine's drive: that of an imagined box as it is, on this one no more than is free."""
+def _with_free(machine: Machine, wishes: Wishes) -> Wishes:
+    """With the room of the drive that a file about this box tells, and no more than is free."""
     size = machine.drive.size_bytes if machine.drive is not None else None
     if size is None or not wishes.swap:
         return wishes
-    return _with_room(wishes, size if imagined or wishes.disk_free is None else min(size, wishes.disk_free))
+    return _with_room(wishes, size if wishes.disk_free is None else min(size, wishes.disk_free))
+
+
+def _with_drive(machine: Machine, wishes: Wishes, elsewhere: bool) -> Wishes:
+    """With the whole machine's drive for the swap path.  `elsewhere`: not on this box, so checkpoints go there too,
+    and a drive whose size is not told has no limit."""
+    size = machine.drive.size_bytes if machine.drive is not None else None
+    if elsewhere:
+        return replace(wishes, disk_free=size, checkpoint_free=size)
+    return wishes if size is None else _with_room(wishes, size)
 
 
 def _with_room(wishes: Wishes, num_bytes: int) -> Wishes:
-    shared = num_bytes if wishes.same_drive else wishes.checkpoint_free
+    """With this much room on the drive of `offload.swap`; where none is named, under `train.output`."""
+    shared = num_bytes if wishes.same_drive or not wishes.swap else wishes.checkpoint_free
     return replace(wishes, disk_free=num_bytes, checkpoint_free=shared)
+
+
+def _room_note(machine: Machine, wishes: Wishes) -> str:
+    """What is taken for the room on the drive of a box elsewhere of which it is not known."""
+    if wishes.checkpoint_free is not None:
+        return ""
+    return f"the drive of {machine.name} is not known: its room counts as unlimited; tell it with --set disk_free=SIZE"
 
 
 def wishes_of(config: Config, model_config: dict[str, Any]) -> Wishes:
@@ -208,7 +227,9 @@ def wishes_of(config: Config, model_config: dict[str, Any]) -> Wishes:
     )
 
 
-def _changed(machine: Machine, wishes: Wishes, sets: Sequence[str], num_paths: int) -> tuple[Machine, Wishes]:
+def _changed(
+    machine: Machine, wishes: Wishes, sets: Sequence[str], num_paths: int, elsewhere: bool
+) -> tuple[Machine, Wishes]:
     """The machine with `key=value` changes; raises ConfigError for an unknown key or a value that is none."""
     from offloadz.config.values import nearest
 
@@ -221,7 +242,7 @@ def _changed(machine: Machine, wishes: Wishes, sets: Sequence[str], num_paths: i
         try:
             if key == "drive":
                 machine = with_drives(machine, _each(value.split(","), num_paths))
-                wishes = _on_its_drive(machine, wishes, imagined=True)
+                wishes = _with_drive(machine, wishes, elsewhere)
             elif key in PARTS:
                 machine = with_part(machine, key, value)
             else:

@@ -87,6 +87,22 @@ def test_json_counts_the_parameters_bytes(config: Path) -> None:
     assert found["disk_written_per_day"] == int(found["disk_written_per_step"] * (86400 / found["step_s"]))
 
 
+def test_a_13b_is_planned_for_a_desktop_with_a_gpu(config: Path) -> None:
+    """The line of the README, and the same with all in memory: whatever this box has."""
+    large = {**CONFIG, "hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 40, "vocab_size": 32000,
+             "num_attention_heads": 40, "num_key_value_heads": 40, "tie_word_embeddings": False}  # fmt: skip
+    (config.parent / "model/config.json").write_text(json.dumps(large))
+    done = run("plan", str(config), "--machine", "rtx4090", "--set", "host_memory=64GiB")
+    assert done.returncode == 0, done.stderr
+    for text in ("13,015.9 M parameters", "bfloat16 on cuda", "--set host_memory=64GiB", "samsung-990-pro-2tb"):
+        assert text in done.stdout, done.stdout
+    swapless = ("offload.swap=[]", "--set", "host_memory=256GiB")
+    done = run("plan", str(config), *swapless, "--machine", "rtx4090", "--json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["limits"]["checkpoint"] == 2 * 10**12 and not found["smallest_change"]
+
+
 @pytest.mark.parametrize(
     ("words", "text"),
     [

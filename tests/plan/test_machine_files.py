@@ -242,6 +242,28 @@ def test_a_machine_to_plan_for_is_taken_as_it_stands(config: Path, tmp_path: Pat
     assert found.wishes.disk_free == found.wishes.checkpoint_free == 2 * 10**15
 
 
+def test_the_room_of_a_box_elsewhere_is_not_this_boxs(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This box is full; the other has its drive, or one nobody knows."""
+    monkeypatch.setattr("offloadz.plan.rooms.disk_free", lambda path: 0)
+    none, told = "offload.swap=[]", written(tmp_path, '[host]\nmemory = "64GiB"\n')
+    assert not asked(config, none).answer().fits and "train.output has" in asked(config, none).answer().shortage
+    for found, room in (
+        (asked(config, none, machine="rtx4090"), 2 * 10**12),
+        (asked(config, none, machine="rtx4090", sets=("drive=samsung-970-evo-plus-1tb",)), 10**12),
+        (asked(config, none, machine="rtx4090", sets=("disk_free=50GB",)), 50 * 10**9),
+        (asked(config, machine="rtx4090"), 2 * 10**12),
+        (asked(config, none, machine=told), None),
+        (asked(config, machine=told), None),
+    ):
+        assert found.wishes.checkpoint_free == found.wishes.disk_free == room
+        assert found.answer().fits, found.answer().refusal()
+        assert found.notes == (() if room else (
+            "the drive of box is not known: its room counts as unlimited; tell it with --set disk_free=SIZE",
+        ))  # fmt: skip
+
+
 def test_a_file_about_this_box_never_gives_it_more_than_it_has(config: Path, tmp_path: Path) -> None:
     text = WHOLE.replace("64GiB", "64TiB").replace("cores = 16", "cores = 4096").replace('"2TB"', '"2000TB"')
     plain, found = asked(config), asked(config, f"offload.machine={written(tmp_path, text)}")
