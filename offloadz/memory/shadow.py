@@ -22,6 +22,7 @@ import errno
 import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from offloadz.memory.record import (
     make_directories,
     put_record,
     read_record,
+    read_saved,
     record_bytes,
 )
 from offloadz.memory.stripes import path_of
@@ -213,10 +215,10 @@ class Shadow:
             return {}
         if tuple(extents) != saved.extents:
             raise CannotGoOn(f"the state in {saved.directory} is laid out otherwise than this run lays it out")
-        names = {copy_file(e.file, c) for e, c in zip(saved.extents, saved.record.choice, strict=True) if c >= 0}
+        names = _files(saved)
         if not self.in_place:
-            self._link_here(saved, names)
-        elif missing := [name for name in sorted(names) if not self.where(name).is_file()]:
+            self._link_here(saved)
+        elif missing := [name for name in names if not self.where(name).is_file()]:
             raise CannotGoOn(f"{self.where(missing[0])} is missing")
         pins = self._known_pins(saved)
         everything = {copy_file(file, c) for file in ends for c in range(len(names) + self.copies.num + len(pins) + 2)}
@@ -232,14 +234,37 @@ class Shadow:
         self.copies.num = max(self.copies.num, highest + 1, self.copies.most_pinned() + 2)
         return {name: os.path.getsize(self.where(name)) for name in there}
 
-    def _link_here(self, saved: Saved, names: set[str]) -> None:
+    def _link_here(self, saved: Saved) -> None:
+        """What is adopted, and what other checkpoints of this run hold: as copies here it takes no room beside them."""
+        name = ""
         try:
-            for name in sorted(names):
-                os.link(saved.where(name), self.where(name))
+            for one in (saved, *islice(self._beside(saved), max(0, self.copies.num - 3))):
+                names = {name for name in _files(one) if not self._is_same(one, name)}
+                if not any(self.where(name).exists() for name in names):
+                    for name in sorted(names):
+                        os.link(one.where(name), self.where(name))
         except OSError as error:
             self._undo_links()
             reason = os.strerror(error.errno or errno.EIO)
             raise CannotGoOn(f"hard links from {saved.directory} to {self.where(name)}: {reason}") from error
+
+    def _is_same(self, saved: Saved, name: str) -> bool:
+        return self.where(name).exists() and self.where(name).samefile(saved.where(name))
+
+    def _beside(self, saved: Saved) -> list[Saved]:
+        """Other checkpoints of this run that are laid out alike and that nobody else links to, the newest first."""
+        found: list[Saved] = []
+        for path in self._own():
+            with contextlib.suppress(OSError, DamagedState):
+                found.insert(0, read_saved(path))
+        places = {one.directory.absolute() for one in (saved, *found)}
+        others = [one for one in found if one.directory != saved.directory.absolute() and one.extents == saved.extents]
+        return [one for one in others if all(links_match(one.where(n), places - {one.directory}) for n in _files(one))]
+
+    def _own(self) -> list[Path]:
+        """The directories of this run's checkpoints, in order."""
+        there = self._checkpoints
+        return sorted(p.absolute() for p in there.iterdir() if p.is_dir()) if there and there.is_dir() else []
 
     def _undo_links(self) -> None:
         for place in () if self.in_place else self.places:
@@ -252,8 +277,7 @@ class Shadow:
         if not self.in_place:
             places.add(saved.directory.absolute())
             places.update(path.absolute() for path in saved.directory.parent.iterdir() if path.is_dir())
-        if self._checkpoints is not None and self._checkpoints.is_dir():
-            places.update(path.absolute() for path in self._checkpoints.iterdir() if path.is_dir())
+        places.update(self._own())
         found = {}
         for place in sorted(places):
             try:
@@ -295,6 +319,12 @@ class Shadow:
                 for offset, length in self.copies.unpinned(f"{STATE}/{stem}.{end}", int(copy)):
                     libc.fallocate(fd, _PUNCH_HOLE | _KEEP_SIZE, ctypes.c_long(offset), ctypes.c_long(length))
                 os.close(fd)
+
+
+def _files(saved: Saved) -> list[str]:
+    """The files that hold saved state."""
+    pairs = zip(saved.extents, saved.record.choice, strict=True)
+    return sorted({copy_file(extent.file, copy) for extent, copy in pairs if copy != NONE})
 
 
 def make_durable(paths: Iterable[Path]) -> None:

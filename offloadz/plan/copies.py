@@ -35,8 +35,17 @@ def num_kept(placement: Placement, keep: int) -> int:
     return placement.copies - 2 if linked(placement) else keep or 2
 
 
-def copies_reason(placement: Placement, asked: int, linkable: bool) -> str:
-    """Why the state on disk exists so often, and what a kill costs."""
+def fewer_kept(placement: Placement, keep: int) -> str:
+    """Why fewer checkpoints stay than `keep` asks for; empty where as many do."""
+    held = num_kept(placement, keep)
+    if held >= keep:
+        return ""
+    stay = "1 checkpoint is kept" if held == 1 else f"{held} checkpoints are kept"
+    return f"train.keep = {keep} needs {2 + keep} copies, there is room for {placement.copies}: {stay}"
+
+
+def copies_reason(placement: Placement, asked: int, keep: int, linkable: bool) -> str:
+    """Why the state on disk exists so often, and what a kill costs; `keep`: checkpoints that a user asks for, or 0."""
     copies = placement.copies
     if placement.commit == "in_place":
         why = 'commit = "in_place" updates where it lies; a kill costs what was done since the last checkpoint'
@@ -45,7 +54,9 @@ def copies_reason(placement: Placement, asked: int, linkable: bool) -> str:
     elif not placement.state_on_disk:
         why = 'commit = "shadow" writes one beside the other; a kill costs what was done since the last checkpoint'
     elif copies >= LINKED_COPIES:
+        fewer = fewer_kept(placement, keep)
         why = "live, shadow, and one for each checkpoint, which is hard links; a kill costs a step at most"
+        why += f"; {fewer}" if fewer else ""
     elif copies == 2:
         short = "; there is no room for more" if linkable else ""
         why = f"live and shadow; a kill costs a step at most, checkpoints are written out{short}"

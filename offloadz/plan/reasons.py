@@ -25,7 +25,7 @@ def reasons(spec: ModelSpec, placement: Placement, batch: Batch, wishes: Wishes,
             why = f"it does not fit in the {human(host_limit)} of memory with the kinds before it"
         yield f"{kind} on {tier}: {why}"
     if placement.state_on_disk or placement.ending:
-        yield copies_reason(placement, wishes.copies, wishes.linkable)
+        yield copies_reason(placement, wishes.copies, wishes.keep, wishes.linkable)
     slots = "as configured" if wishes.slots else "double buffering" if placement.slots > 1 else "two do not fit"
     yield f"slots {placement.slots}: {slots}"
     tokens = batch.tokens_per_micro

@@ -73,11 +73,10 @@ def from_flip(saved: Saved, checkpoints: Path, keep: int) -> Path:
     return target
 
 
-def prune(checkpoints: Path, keep: int) -> None:
-    """Remove all but the `keep` newest, where a kill came between writing the last and removing the first."""
+def beyond(checkpoints: Path, keep: int, spared: Path) -> list[Path]:
+    """All checkpoints but the `keep` newest and `spared`, the oldest first."""
     before = [path for _, path in _in_order(checkpoints)] if checkpoints.is_dir() else []
-    for path in before[: max(0, len(before) - keep)]:
-        remove_directory(path)
+    return [path for path in before[: max(0, len(before) - keep)] if path.absolute() != spared.absolute()]
 
 
 def prune_weights(directory: Path, step: int, keep: int) -> None:

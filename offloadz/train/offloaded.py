@@ -16,13 +16,15 @@ import torch
 import offloadz
 from offloadz.memory.disk import DiskTier
 from offloadz.memory.swapdir import STATE
+from offloadz.model.aside import remove_directory
 from offloadz.model.flips import cannot_link, shadow_of
 from offloadz.model.weights import add_text
+from offloadz.plan.copies import fewer_kept
 from offloadz.plan.errors import CannotGoOn
 from offloadz.plan.paths import held_bytes
 from offloadz.plan.search import Plan, human
 from offloadz.train.begin import Start, instead_of
-from offloadz.train.checkpoint import prune
+from offloadz.train.checkpoint import beyond
 from offloadz.train.planning import Task, optimizer_of, threads_asked
 from offloadz.train.templates import template_text
 from offloadz.train.tokens import listed
@@ -36,14 +38,29 @@ def begun(
     config: Config, plan: Plan, task: Task, start: Start | None, say: Callable[[str], None]
 ) -> tuple[Run, Start | None]:
     """The run, with what it goes on from: state taken over as it lies where that can be, else still to be read."""
+    if start is not None:
+        _make_room(config, plan, start, say)
     if start is not None and start.linked:
-        if start.flip is not None:
-            prune(Path(config.train.output) / "checkpoints", plan.keep)
         try:
             return _offloaded(config, plan, task, start.path), start
         except CannotGoOn as reason:
             start = instead_of(start, str(reason), config, plan.keep, say)
     return _offloaded(config, plan, task), start
+
+
+def _make_room(config: Config, plan: Plan, start: Start, say: Callable[[str], None]) -> None:
+    """Say which checkpoints of an earlier start are more than the plan keeps, and remove them where they hold copies of
+    the state: the run needs these; others go once the next one is there."""
+    keep = config.train.keep
+    going = beyond(Path(config.train.output) / "checkpoints", plan.keep, start.path)
+    if not going:
+        return
+    number = "1 checkpoint is" if plan.keep == 1 else f"{plan.keep} checkpoints are"
+    why = fewer_kept(plan.placement, keep) or f"{number} kept, train.keep = {keep} asks for no more"
+    when = "removed now" if start.linked else "removed once the next one is saved"
+    say(f"checkpoints: {', '.join(path.name for path in going)} {when}: {why}")
+    for path in going if start.linked else ():
+        remove_directory(path)
 
 
 def _offloaded(config: Config, plan: Plan, task: Task, adopt: Path | None = None) -> Run:

@@ -239,6 +239,27 @@ def test_a_checkpoint_is_gone_on_from_by_links(tmp_path: Path) -> None:
         assert contents(read_saved(tmp_path / "out" / str(step))) == [10 * step + i for i in range(4)]
 
 
+def test_other_checkpoints_of_a_run_are_its_copies_again_unless_somebody_else_links_to_them(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with bench(tmp_path / "swap", copies=5) as it:
+        for step in (1, 2, 3):
+            it.write(10 * step)
+            it.shadow.flip({"step": step})
+            it.save(out / str(step))
+    (tmp_path / "mine").mkdir()
+    for path in (out / "1").glob("*.bin"):
+        os.link(path, tmp_path / "mine" / path.name)
+    with bench(tmp_path / "swap", adopt=read_saved(out / "2"), copies=5, checkpoints=out) as it:
+        assert sorted(it.shadow.copies.pins) == [out / "2", out / "3"] and it.read() == [20, 21, 22, 23]
+        for step in range(3, 9):
+            it.write(100 + step)
+            it.shadow.flip({"step": step})
+    for step in (1, 2, 3):
+        assert contents(read_saved(out / str(step))) == [10 * step + i for i in range(4)]
+    with bench(tmp_path / "swap", adopt=read_saved(out / "2"), copies=3, checkpoints=out) as it:
+        assert list(it.shadow.copies.pins) == [out / "2"], "three copies hold one checkpoint"
+
+
 def test_records_are_checked(tmp_path: Path) -> None:
     with bench(tmp_path / "swap") as it:
         it.write(10)
