@@ -28,9 +28,10 @@ from offloadz.plan.headers import spec_from_formula
 from offloadz.plan.machine import Machine
 from offloadz.plan.placement import Placement, home_bytes
 from offloadz.plan.predict import predict
-from offloadz.plan.search import Plan, Wishes, decide, human
+from offloadz.plan.search import Plan, Wishes, decide
 from offloadz.plan.share import Share
 from offloadz.plan.spec import ModelSpec
+from offloadz.plan.words import human
 
 ROOT = Path(__file__).parent.parent
 BEGIN, END = "<!-- table: begin (python docs/make_tables.py) -->", "<!-- table: end -->"

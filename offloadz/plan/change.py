@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from offloadz.plan.recipes import Recipe, cheaper
 from offloadz.plan.spec import ModelSpec
+from offloadz.plan.words import human
 
 if TYPE_CHECKING:
     from offloadz.plan.search import Wishes
@@ -89,12 +90,3 @@ def _wish(**fields: Any) -> Change:
 
 def _store(recipe: Recipe) -> Change:
     return lambda asked: replace(asked, spec=asked.spec.with_recipe(recipe))
-
-
-def human(nbytes: int, up: bool = False) -> str:
-    """Bytes for people, in a unit that the configuration takes back; `up` rounds so that it never says too little."""
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20)):
-        if nbytes >= size:
-            tenths = -(-nbytes * 10 // size) if up else round(nbytes * 10 / size)
-            return f"{tenths / 10:.1f}{unit}"
-    return f"{nbytes}B"

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING
 from offloadz.plan.footprint import PHASES, TIERS
 from offloadz.plan.found import Find
 from offloadz.plan.machine import rates_told
-from offloadz.plan.search import Plan, human
+from offloadz.plan.search import Plan
 from offloadz.plan.timeline import read_traces, write_trace
 from offloadz.plan.wishes import Question, question
+from offloadz.plan.words import counted, human, lasting
 
 if TYPE_CHECKING:
     from offloadz.config import Config
@@ -102,9 +103,9 @@ def _print_plan(asked: Question, plan: Plan) -> None:
     spec = asked.spec
     trained = sum(u.num_trainable for u in spec.units)
     console.print(
-        f"{spec.num_elements / 1e6:,.1f} M parameters ({trained / 1e6:,.1f} M trained), {len(spec.units)} units, "
-        f"weights {spec.dtype}, compute {plan.placement.compute} on {plan.device}, "
-        f"{plan.batch.rows} rows of {plan.batch.length} tokens a step{_of_ranks(plan)}"
+        f"{spec.num_elements / 1e6:,.1f} M parameters ({trained / 1e6:,.1f} M trained), "
+        f"{counted(len(spec.units), 'unit')}, weights {spec.dtype}, compute {plan.placement.compute} on {plan.device}, "
+        f"{counted(plan.batch.rows, 'row')} of {counted(plan.batch.length, 'token')} a step{_of_ranks(plan)}"
     )
     table = Table("tier", *PHASES, "peak", "may use", box=box.SIMPLE, title="bytes, predicted", title_justify="left")
     for tier in TIERS:
@@ -120,7 +121,7 @@ def _print_plan(asked: Question, plan: Plan) -> None:
     console.print("decided:")
     for reason in plan.reasons:
         console.print(f"  {reason}", soft_wrap=True)
-    console.print(f"  commit {plan.commit}, recipe {plan.recipe}, {plan.threads} update threads")
+    console.print(f"  commit {plan.commit}, recipe {plan.recipe}, {counted(plan.threads, 'update thread')}")
     if plan.fits:
         _print_times(console, plan)
 
@@ -137,7 +138,7 @@ def _print_times(console: object, plan: Plan) -> None:
     busy = ", ".join(f"{lane} {s / plan.step_s:.0%}" for lane, s in (plan.busy_s or {}).items() if s)
     hides = plan.smallest_tokens_per_step
     lines = [
-        f"step {plan.step_s:.3g} s, {plan.tokens_per_s:,.0f} tokens/s, bottleneck {plan.bottleneck}; busy: {busy}",
+        f"step {lasting(plan.step_s)}, {plan.tokens_per_s:,.0f} tokens/s, bottleneck {plan.bottleneck}; busy: {busy}",
         *plan.wear.lines(),
         "transfers are hidden from "
         + (f"{hides:,} tokens a step on" if hides is not None else "no number of tokens: saved inputs move too slowly"),

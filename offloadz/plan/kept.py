@@ -19,10 +19,10 @@ from collections.abc import Callable, Mapping
 from math import prod
 from typing import TYPE_CHECKING
 
-from offloadz.plan.change import human
 from offloadz.plan.errors import ConfigError
 from offloadz.plan.placement import Placement
 from offloadz.plan.spec import ITEM_BYTES, Member, ModelSpec, Unit
+from offloadz.plan.words import human
 
 if TYPE_CHECKING:
     from offloadz.plan.footprint import Batch, Footprint

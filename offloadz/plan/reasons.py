@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from offloadz.plan.change import human
 from offloadz.plan.copies import copies_reason
 from offloadz.plan.footprint import Batch
 from offloadz.plan.kept import kept_reason
 from offloadz.plan.placement import KINDS, Placement
 from offloadz.plan.spec import ModelSpec
+from offloadz.plan.words import human
 
 if TYPE_CHECKING:
     from offloadz.plan.search import Wishes

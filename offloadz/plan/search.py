@@ -14,7 +14,6 @@ from itertools import chain
 from typing import Any
 
 from offloadz.plan.change import TO_DISK, Asked, needed, smallest_change
-from offloadz.plan.change import human as human
 from offloadz.plan.commit import chosen_commit
 from offloadz.plan.copies import copy_choices, linked, num_kept
 from offloadz.plan.errors import ConfigError
@@ -28,6 +27,7 @@ from offloadz.plan.reasons import reasons
 from offloadz.plan.recipes import Recipe
 from offloadz.plan.spec import ModelSpec
 from offloadz.plan.wear import NO_WEAR, Wear, wear_of
+from offloadz.plan.words import human as human
 
 MEMORY_SHARE = 0.9
 """Of what is available, left alone for whatever else the box does; a limit that a user sets is used whole."""

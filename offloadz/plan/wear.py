@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from offloadz.plan.change import human
 from offloadz.plan.machine import Drive
 from offloadz.plan.placement import Placement
 from offloadz.plan.recipes import Recipe, cheaper
 from offloadz.plan.spec import ModelSpec, Part, aligned
+from offloadz.plan.words import human
 
 HOW_TO_TELL = "offloadz plan --set endurance=600TB, or endurance under [[drive]] in the file of offload.machine"
 

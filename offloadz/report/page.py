@@ -23,9 +23,9 @@ from offloadz.config.values import to_toml
 from offloadz.model.aside import write_text
 from offloadz.plan.errors import ConfigError
 from offloadz.plan.footprint import PHASES, TIERS
-from offloadz.plan.search import human
 from offloadz.plan.timeline import read_traces
 from offloadz.plan.verdict import SMALL, TOLERANCE, Compared, Verdict, verdict
+from offloadz.plan.words import human, lasting
 from offloadz.report.charts import all_charts, timeline_chart
 from offloadz.report.drawing import Chart, require_matplotlib
 from offloadz.report.read import Line, RunFiles, read_run, thinned
@@ -172,8 +172,8 @@ def tiles(run: RunFiles, found: Verdict | None) -> Iterator[tuple[str, str, str]
         ratio = found.step.ratio
         yield (
             "time of a step",
-            f"{found.step.measured:.3g} s",
-            f"the plan said {found.step.predicted:.3g} s" + (f", {difference(ratio)}" if ratio else ""),
+            lasting(found.step.measured),
+            f"the plan said {lasting(found.step.predicted)}" + (f", {difference(ratio)}" if ratio else ""),
         )
     peak = max((line.get("bytes", {}).get("host_peak", 0) for line in steps), default=0)
     if peak:
@@ -210,7 +210,8 @@ def verdict_lines(run: RunFiles, found: Verdict | None) -> Iterator[tuple[str, s
     yield (
         "bad" if step.off else "good",
         (
-            f"A step took {step.measured:.3g} s (median of {found.num_steps}), the plan said {step.predicted:.3g} s: "
+            f"A step took {lasting(step.measured)} (median of {found.num_steps}), "
+            f"the plan said {lasting(step.predicted)}: "
             f"{difference(step.ratio)}, {'off by more than' if step.off else 'within'} {percent} %."
         ),
     )
@@ -229,8 +230,8 @@ def verdict_lines(run: RunFiles, found: Verdict | None) -> Iterator[tuple[str, s
         yield (
             "bad",
             (
-                f"The lane that was mis-rated most is {wrong.name}: busy {wrong.measured:.3g} s of a step where "
-                f"{wrong.predicted:.3g} s were predicted."
+                f"The lane that was mis-rated most is {wrong.name}: busy {lasting(wrong.measured)} of a step where "
+                f"{lasting(wrong.predicted)} were predicted."
             ),
         )
     else:

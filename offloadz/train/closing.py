@@ -14,8 +14,9 @@ from typing import Any
 
 from offloadz.model.aside import write_text
 from offloadz.plan.machine import UNVERIFIED
-from offloadz.plan.search import Plan, human
+from offloadz.plan.search import Plan
 from offloadz.plan.verdict import Compared, Verdict, verdict
+from offloadz.plan.words import human, lasting
 from offloadz.train.progress import duration
 
 CHECKED_STEPS = 20
@@ -79,10 +80,17 @@ def lines(found: Verdict, left_s: float, plan: Mapping[str, Any]) -> Iterator[st
 
 def beside(one: Compared) -> str:
     """Measured and predicted, with how far off it is where that is much."""
-    much = f", off by {one.ratio - 1:+.0%}" if one.off and one.ratio is not None else ""
+    much = f", {difference(one.ratio, one.unit)}" if one.off and one.ratio is not None else ""
     return f"{amount(one.measured, one.unit)} ({amount(one.predicted, one.unit)} planned{much})"
 
 
+def difference(ratio: float, unit: str) -> str:
+    """Measured over predicted in words: a percentage, beyond a factor of two the factor."""
+    if ratio >= 2:
+        return f"{ratio:,.{1 if ratio < 10 else 0}f} times as {'long' if unit == 's' else 'much'}"
+    return f"off by {ratio - 1:+.0%}" if ratio > 0.5 else f"{ratio:.2f} of it"
+
+
 def amount(value: float, unit: str) -> str:
-    """A figure with its unit."""
-    return human(int(value)) if unit == "bytes" else f"{value:.3g} {unit}"
+    """Bytes, or seconds."""
+    return human(int(value)) if unit == "bytes" else lasting(value)

@@ -19,9 +19,10 @@ from offloadz.plan.errors import ConfigError, DoesNotFit
 from offloadz.plan.headers import find_directory, read_config
 from offloadz.plan.machine import rates_told
 from offloadz.plan.positions import positions_note
-from offloadz.plan.search import Plan, human
+from offloadz.plan.search import Plan
 from offloadz.plan.vocabulary import table_rows
 from offloadz.plan.wishes import question
+from offloadz.plan.words import counted, human, lasting
 from offloadz.runtime.devices import facts_named
 from offloadz.runtime.level import level
 from offloadz.runtime.ranks import Solo
@@ -179,13 +180,13 @@ def plan_lines(plan: Plan, config: Config) -> Iterator[str]:
     )
     yield (
         f"parameters on {place.parameters}, gradients on {place.gradients}, optimizer state on {place.optimizer}, "
-        f"saved inputs on {place.activations}; {plan.slots} slots, {plan.sweeps} sweeps, "
-        f"micro-batches of {plan.micro_batch_size} rows"
+        f"saved inputs on {place.activations}; {counted(plan.slots, 'slot')}, {counted(plan.sweeps, 'sweep')}, "
+        f"micro-batches of {counted(plan.micro_batch_size, 'row')}"
     )
     parts = [f"{tier} {human(peak)}{_of(plan.limits.get(tier))}" for tier, peak in plan.peak.items() if peak]
     yield f"predicted peaks: {', '.join(parts)} (host memory is limited by {plan.limit_source})"
     yield (
-        f"predicted step: {plan.step_s:.3g} s, {plan.tokens_per_s:,.0f} tokens/s, bottleneck {plan.bottleneck} "
+        f"predicted step: {lasting(plan.step_s)}, {plan.tokens_per_s:,.0f} tokens/s, bottleneck {plan.bottleneck} "
         f"({rates_told(plan.rates_source)})"
     )
     if plan.wear.written_bytes:

@@ -22,11 +22,12 @@ from offloadz.plan.machine import TYPICAL_RATES, Machine, probe_machine
 from offloadz.plan.ops import LANES
 from offloadz.plan.placement import KINDS, Placement
 from offloadz.plan.predict import Costs, predict, step_program, training_phases
-from offloadz.plan.search import MEMORY_SHARE, TO_DISK, Plan, Wishes, decide, human
+from offloadz.plan.search import MEMORY_SHARE, TO_DISK, Plan, Wishes, decide
 from offloadz.plan.shapes import ParamInfo, TableInfo, make_spec
 from offloadz.plan.spec import ModelSpec, aligned
 from offloadz.plan.steps import Backward, Finish, Forward
 from offloadz.plan.timeline import Span, Timeline, write_trace
+from offloadz.plan.words import counted, human, lasting
 
 GIB = 1 << 30
 
@@ -283,9 +284,15 @@ def test_a_timeline_adds_up_and_can_be_opened(tmp_path: Path) -> None:
     assert Timeline(()).table() and not Timeline(()).gantt()
 
 
-@pytest.mark.parametrize("nbytes", [1, 1023, 1 << 20, 1_500_000_000, 90 * GIB])
+@pytest.mark.parametrize("nbytes", [1, 1023, 1025, 745_472, 1 << 20, 1_500_000_000, 90 * GIB])
 def test_sizes_for_people_go_back_into_the_configuration(nbytes: int) -> None:
     from offloadz.config import parse_bytes
 
     assert parse_bytes(human(nbytes, up=True)) >= nbytes
     assert abs(parse_bytes(human(nbytes)) - nbytes) <= 0.05 * nbytes + 1
+
+
+def test_figures_are_told_as_people_read_them() -> None:
+    assert human(745_472) == "728.0KiB" and human(1023) == "1023B"
+    assert [lasting(s) for s in (0.25, 999.4, 999.6, 1.65e4)] == ["0.25 s", "999 s", "17 min", "4 h 35 min"]
+    assert [counted(n, "sweep") for n in (1, 2, 1000)] == ["1 sweep", "2 sweeps", "1,000 sweeps"]

@@ -1,0 +1,46 @@
+"""Figures as people read and write them: bytes, seconds, counts.
+
+What a program reads (`--json`, plan.json, metrics.jsonl) keeps bare numbers.  The trade-off: three digits at most, so
+two figures that differ by less look alike.
+"""
+
+from __future__ import annotations
+
+import re
+
+_SIZE_UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_SIZE_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+
+
+def human(nbytes: int, up: bool = False) -> str:
+    """Bytes for people, in a unit that the configuration takes back; `up` rounds so that it never says too little."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if nbytes >= size:
+            tenths = -(-nbytes * 10 // size) if up else round(nbytes * 10 / size)
+            return f"{tenths / 10:.1f}{unit}"
+    return f"{nbytes}B"
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes of a size such as "22GiB" or "1.5 TB" (rounded down); ValueError without a unit or at zero."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", text) if isinstance(text, str) else None
+    unit = _SIZE_UNITS.get(match[2].lower()) if match else None
+    if match is None or unit is None:
+        raise ValueError('needs a size with a unit out of B, KiB, MiB, GiB, TiB, KB, MB, GB, TB, such as "22GiB"')
+    size_bytes = int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
+    if size_bytes <= 0:
+        raise ValueError('needs a size above zero, such as "22GiB"')
+    return size_bytes
+
+
+def lasting(seconds: float) -> str:
+    """A time such as "0.25 s", "950 s", "28 min" or "4 h 35 min"."""
+    if seconds < 999.5:
+        return f"{seconds:.3g} s"
+    hours, minutes = divmod(round(seconds / 60), 60)
+    return f"{hours:,} h {minutes} min" if hours else f"{minutes} min"
+
+
+def counted(number: int, thing: str) -> str:
+    """Such as "1 slot" and "2 slots"."""
+    return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"
