@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from offloadz.config import load_config
+
 GOOD, NOTE, BAD = "good", "note", "BAD"
 
 
@@ -21,19 +23,17 @@ class Finding(NamedTuple):
     text: str
 
 
-def check_command(config_path: Path | None, swap: Sequence[str], clean: bool) -> int:
+def check_command(config_path: Path | None, overrides: Sequence[str], swap: Sequence[str], clean: bool) -> int:
     """Print all findings; swap paths are those of the configuration and `swap`, else the current directory.
+
+    `overrides` replace values of the configuration, or are all of it.
 
     Returns 0, or 1 after naming what is not good.  With `clean` each dead run's directory is removed after a yes.
     """
-    paths, io = [Path(path) for path in swap], "auto"
-    if config_path is not None:
-        from offloadz.config import load_config
-
-        offload = load_config(config_path).offload
-        paths, io = [*paths, *map(Path, offload.swap)], offload.io
+    offload = load_config(config_path, overrides).offload
+    paths = [Path(path) for path in (*swap, *offload.swap)]
     findings = []
-    for finding in all_findings(paths or [Path()], io):
+    for finding in all_findings(paths or [Path()], offload.io):
         print(f"{finding.state:5} {finding.name}: {finding.text}", flush=True)
         findings.append(finding)
     for path in paths or [Path()]:

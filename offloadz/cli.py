@@ -141,14 +141,23 @@ def bench(
 
 @verb
 def check(
-    config: Annotated[Path | None, typer.Argument(metavar="[CONFIG.toml]", help="Look at its swap paths.")] = None,
+    told: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[CONFIG.toml] [section.key=value ...]",
+            help="Look at the swap paths of a configuration, of these values, or of both.",
+            show_default=False,
+        ),
+    ] = None,
     swap: SwapPaths = None,
     clean: Annotated[bool, typer.Option("--clean", help="Ask, then remove what dead runs left.")] = False,
 ) -> int:
     """Look whether this machine does what a run needs, and for what dead runs left in swap paths."""
     from offloadz.check import check_command
 
-    return int(check_command(config, swap or [], clean))
+    words = told or []
+    named = bool(words) and "=" not in words[0]
+    return int(check_command(Path(words[0]) if named else None, words[named:], swap or [], clean))
 
 
 @verb

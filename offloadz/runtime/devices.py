@@ -358,7 +358,8 @@ def _chosen(told: str | torch.device) -> torch.device | None:
     wanted = _parsed(here if told == "auto" else told)
     if here is None or wanted is None or wanted.type != here.type or (wanted.index or 0) >= count:
         found = ", ".join(f"{here.type}:{i}" for i in range(count)) if here is not None else "no accelerator"
-        raise ConfigError(f'offload.device = "{told}": torch finds {found} here; needed: auto, cpu, or one of these')
+        needed = "auto or cpu" if here is None else "auto, cpu, or one of these"
+        raise ConfigError(f'offload.device = "{told}": torch finds {found} here; needed: {needed}')
     index = torch.accelerator.current_device_index() if wanted.index is None else wanted.index
     return torch.device(wanted.type, index)
 

@@ -83,9 +83,20 @@ def test_check_takes_swap_paths_from_a_configuration(tmp_path: Path, capsys: pyt
     swap = tmp_path / "not" / "yet"
     path = tmp_path / "run.toml"
     path.write_text(f'[model]\npath = "m"\n[data]\npacking = false\n[offload]\nswap = ["{swap}"]\n')
-    assert check_command(path, [], False) == 0
+    assert check_command(path, [], [], False) == 0
     told = capsys.readouterr().out
     assert f"swap path {swap}" in told and "does not exist yet" in told and not swap.exists()
+
+
+def test_check_takes_values_with_and_without_a_configuration(tmp_path: Path) -> None:
+    path, other = tmp_path / "run.toml", tmp_path / "other"
+    path.write_text('[model]\npath = "m"\n[offload]\nswap = ["/nowhere"]\n')
+    for words in ([f'offload.swap=["{other}"]'], [str(path), f"offload.swap={other}"]):
+        done = offloadz("check", *words, "offload.io=threads")
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert f"swap path {other}: I/O by threads" in done.stdout and "/nowhere" not in done.stdout
+    done = offloadz("check", "offload.swapp=x")
+    assert done.returncode == 2 and "nearest is offload.swap" in done.stderr
 
 
 @pytest.mark.parametrize(("clean", "answers"), [(False, ""), (True, ""), (True, "n\n"), (True, "\n")])
@@ -98,7 +109,7 @@ def test_leftovers_are_told_and_kept_without_a_yes(
 ) -> None:
     dead, live = dead_and_live
     monkeypatch.setattr(sys, "stdin", io.StringIO(answers))
-    assert check_command(None, [str(dead.parent)], clean) == 0
+    assert check_command(None, [], [str(dead.parent)], clean) == 0
     told = capsys.readouterr().out
     assert f"left by a dead run: {dead}, 3.0 MiB, of /runs/dead" in told and str(live) not in told
     assert (dead / "state.bin").exists() and (live / "state.bin").exists()
@@ -109,7 +120,7 @@ def test_clean_removes_the_dead_after_a_yes_and_never_the_living(
 ) -> None:
     dead, live = dead_and_live
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\ny\n"))
-    assert check_command(None, [str(dead.parent)], True) == 0
+    assert check_command(None, [], [str(dead.parent)], True) == 0
     assert "removed" in capsys.readouterr().out
     assert not dead.exists() and (live / "state.bin").exists()
 

@@ -144,7 +144,7 @@ def test_left_state_is_listed_and_cleaned(
     swap = folder / "swap"
     shutil.copytree(swap, folder / "held")
     (state,) = (path.parent.parent for path in swap.glob(f"*/state/{FLIP_FILE}"))
-    assert check_command(None, [str(swap)], False) == 0
+    assert check_command(None, [], [str(swap)], False) == 0
     told = capsys.readouterr().out
     found = re.search(r"it holds the state of step (\d+): the same run started again goes on from there", told)
     assert found and int(found[1]) >= reached - 1 and f"left by a dead run: {state}" in told and str(output) in told
@@ -152,13 +152,13 @@ def test_left_state_is_listed_and_cleaned(
     for damage, words in (("flip.bin", "its state cannot be gone on from"), (None, "it holds no state to go on from")):
         path = state / "state" / FLIP_FILE
         path.write_bytes(b"x") if damage else path.unlink()
-        check_command(None, [str(swap)], False)
+        check_command(None, [], [str(swap)], False)
         assert words in capsys.readouterr().out
     answers = iter(["n", "y"])
     monkeypatch.setattr("builtins.input", lambda _: next(answers))
-    check_command(None, [str(swap)], True)
+    check_command(None, [], [str(swap)], True)
     assert "kept" in capsys.readouterr().out and state.exists()
-    check_command(None, [str(swap)], True)
+    check_command(None, [], [str(swap)], True)
     assert "removed" in capsys.readouterr().out and not state.exists()
     assert same(tensors(output / "checkpoints/step-000004"), kept)
     swap.rmdir()
