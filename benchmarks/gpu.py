@@ -33,8 +33,8 @@ import torch
 from torch import Tensor, nn
 
 import offloadz
-from offloadz.config.values import parse_bytes
 from offloadz.plan.errors import ConfigError, DoesNotFit
+from offloadz.plan.words import parse_bytes
 
 KINDS = ("parameters", "gradients", "optimizer_state", "activations")
 SHAPES: dict[str, dict[str, int]] = {

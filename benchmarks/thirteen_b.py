@@ -64,7 +64,7 @@ def in_a_process(args: argparse.Namespace) -> int:
     command = [sys.executable, __file__, *sys.argv[1:], "--inside"]
     if not args.limit:
         return subprocess.run(command, check=False).returncode
-    from offloadz.config.values import parse_bytes
+    from offloadz.plan.words import parse_bytes
 
     group = GROUPS / f"offloadz-{os.getpid()}"
     group.mkdir()
@@ -86,7 +86,7 @@ def trained(args: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     import offloadz
-    from offloadz.config.values import parse_bytes
+    from offloadz.plan.words import parse_bytes
 
     shape = SHAPES.get(args.config) or json.loads(Path(args.config).read_text())
     began = time.monotonic()

@@ -25,8 +25,9 @@ from offloadz.config.sections import (
     OptimizerConfig,
     TrainConfig,
 )
-from offloadz.config.values import Every, nearest, parse_bytes, parse_every, shown, to_toml
+from offloadz.config.values import Every, nearest, parse_every, shown, to_toml
 from offloadz.plan.errors import ConfigError
+from offloadz.plan.words import parse_bytes
 
 __all__ = [
     "NOT_BUILT",
@@ -87,19 +88,20 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
 )
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = (), *, training: bool = False) -> Config:
+def load_config(path: str | Path | None, overrides: Sequence[str] = (), *, training: bool = False) -> Config:
     """The checked configuration of a TOML file with `section.key=value` overrides.
 
+    `path`: None for overrides alone, which need not say what is trained.
     `training` also asks for what only a run needs: data, an output, this machine, one rank.
     Raises one ConfigError that lists every problem with its place, the value found and what is needed.
     """
     reading = Reading()
-    text, tables = read_toml(Path(path))
+    text, tables = read_toml(Path(path)) if path is not None else ("", {})
     lines = line_numbers(text)
     take_tables(reading, tables, lambda key: f"{path}, line {lines[key]}" if key in lines else str(path))
     for override in overrides:
         take_override(reading, override)
-    return _finished(reading, training)
+    return _finished(reading, training, whole=path is not None)
 
 
 def config_from_tables(tables: Mapping[str, Any], *, training: bool = False) -> Config:
@@ -124,10 +126,10 @@ def config_differences(old: Config, new: Config, *, every_key: bool = False) -> 
     return found
 
 
-def _finished(reading: Reading, training: bool) -> Config:
+def _finished(reading: Reading, training: bool, whole: bool = True) -> Config:
     config = Config(**{section: kind(**reading.values[section]) for section, kind in SECTIONS.items()})
     found = [*_not_built(config, NOT_BUILT), *_contradictions(config), *_of_other_rules(config)]
-    found += _needed(config, training)
+    found += _needed(config, training) if whole else ()
     unread = set(reading.wrong)  # a default stands in for these: nothing can be said about them together with others
     for keys, text in found:
         if not unread.intersection(keys):

@@ -8,7 +8,8 @@ neither torch nor the rooms (`offloadz --help` answers in a fifth of a second).
 import dataclasses
 from typing import Any
 
-from offloadz.config.values import Rule, parse_bytes
+from offloadz.config.values import Rule
+from offloadz.plan.words import parse_bytes
 
 _TIERS = ("auto", "device", "host", "disk")
 
@@ -117,7 +118,9 @@ class OptimizerConfig:
     momentum: float = _key(0.9, "float", "of sgd; 0 keeps nothing", low=0, below=1)
     weight_decay: float = _key(0.0, "float", "decoupled (adamw, lion) or added to the gradient (adam, sgd)", low=0)
     no_decay: tuple[str, ...] = _key(("*norm*", "*bias*"), "texts", "name patterns without weight decay")
-    groups: tuple[GroupConfig, ...] = _key((), "groups", 'such as [{match = ["*.embed*"], lr = 1e-6}]')
+    groups: tuple[GroupConfig, ...] = _key(
+        (), "groups", 'each match with lr, weight_decay or both, such as [{match = ["*.embed*"], lr = 1e-6}]'
+    )
     max_grad_norm: float = _key(1.0, "float", "clipping of the global norm; 0: off", low=0)
     schedule: str = _key("cosine", "text", "after the warm-up", choices=("cosine", "linear", "constant"))
     warmup: float = _key(0.03, "float", "below 1 a share of all steps, else steps", low=0)

@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Mapping
 from difflib import SequenceMatcher
 from typing import Any, NamedTuple
 
-_SIZE_UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
-_SIZE_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+from offloadz.plan.words import parse_bytes
+
 _TIME_UNITS_S = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _NULLS = {"none", "null", "nil"}
 _LARGEST_INT = 2**63 - 1
@@ -40,18 +40,6 @@ class Rule:
     high: float | None = None
     below: float | None = None
     free: bool = False  # never changes a number of the run: may differ from the checkpoint on resume
-
-
-def parse_bytes(text: str) -> int:
-    """Bytes of a size such as "22GiB" or "1.5 TB" (rounded down); ValueError without a unit or at zero."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]+)\s*", text) if isinstance(text, str) else None
-    unit = _SIZE_UNITS.get(match[2].lower()) if match else None
-    if match is None or unit is None:
-        raise ValueError('needs a size with a unit out of B, KiB, MiB, GiB, TiB, KB, MB, GB, TB, such as "22GiB"')
-    size_bytes = int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
-    if size_bytes <= 0:
-        raise ValueError('needs a size above zero, such as "22GiB"')
-    return size_bytes
 
 
 def parse_every(value: int | str) -> Every:

@@ -40,6 +40,7 @@ from offloadz.plan.rooms import apart, rooms_of
 from offloadz.plan.search import Plan, Wishes
 from offloadz.plan.spec import ITEM_BYTES, ModelSpec
 from offloadz.plan.stages import decide_for
+from offloadz.plan.words import parse_bytes
 from offloadz.runtime.devices import Device, device_named
 from offloadz.runtime.level import level
 from offloadz.runtime.ranks import Solo, join
@@ -86,8 +87,8 @@ def offload(
     freeze: Sequence[str] = (),
     blocks: Sequence[str] = (),
     device: str | torch.device | Device = "auto",
-    device_memory: int | None = None,
-    host_memory: int | None = None,
+    device_memory: int | str | None = None,
+    host_memory: int | str | None = None,
     threads: int = 0,
     seed: int = 0,
     checksum: bool = True,
@@ -106,21 +107,21 @@ def offload(
     `gradients`, `optimizer_state`, `activations`: auto | device | host | disk.  `dtype`: of the working weights at
     rest, by default the parameters' own.  `micro_batch_size`, `batch_size` in rows, `max_length` in tokens (0: unknown,
     grows as met).  `blocks`: names of the lists of blocks, where the longest list is not meant.  `output`: directory of
-    the run, which owns its swap directory.
-    `slots`, `sweeps`: 0 leaves them to the plan.  `max_grad_norm`: 0 is off.  `commit`: auto, hold, shadow (updates
-    as gradients come, into a second copy) or in_place (the same, nothing kept: no clipping, an error ends the run).
-    `device`: what computes, auto | cpu | one of torch's (auto: the current accelerator, else the CPU), or a `Device`.
-    `host_memory`, `device_memory`: most bytes.  `keep_float32`, `freeze`: name patterns.  `threads`: of updates.
-    `recompute`: blocks that run again in the backward, auto (where their graphs have no room) | all | none.  `seed`: of
-    dropout and stochastic rounding.  `poison`: see docs.  `copies`: of parameters and optimizer state where both are on
-    disk; from 2 on a step is there whole or not at all, from 3 on `run.save` makes hard links to one.  `adopt`: a
-    directory of such state to take over instead of weights (CannotGoOn where it does not fit as it lies); what else it
-    holds is for `model.state`.  `checksum`: CRC32C of every MiB there.  `io`: its back end, auto | io_uring | threads.
-    `zero_stage`: auto or 0 to 3, for several ranks (docs/zero.md), each with rows of its own of `batch_size` in all.
+    the run, which owns its swap directory.  `slots`, `sweeps`: 0 leaves them to the plan.  `max_grad_norm`: 0 is off.
+    `commit`: auto, hold, shadow (updates as gradients come, into a second copy) or in_place (the same, nothing kept: no
+    clipping, an error ends the run).  `device`: what computes, auto | cpu | one of torch's (auto: the current
+    accelerator, else the CPU), or a `Device`.  `host_memory`, `device_memory`: most bytes, a number or "48GiB".
+    `keep_float32`, `freeze`: name patterns.  `threads`: of updates.  `recompute`: blocks that run again in the
+    backward, auto (where their graphs have no room) | all | none.  `seed`: of dropout and stochastic rounding.
+    `poison`: see docs.  `copies`: of parameters and optimizer state where both are on disk; from 2 on a step is there
+    whole or not, from 3 on `run.save` makes hard links to one.  `adopt`: a directory of such state to take over instead
+    of weights (CannotGoOn where it does not fit as it lies); what else it holds is for `model.state`.  `checksum`:
+    CRC32C of every MiB there.  `io`: auto | io_uring | threads.  `zero_stage`: auto or 0 to 3, for several ranks
+    (docs/zero.md), each with rows of its own of `batch_size` in all.
     Raises ConfigError for what is not built or wrong, DoesNotFit with numbers, before a weight is read.
     """
     tiers = {"parameters": parameters, "gradients": gradients, "optimizer_state": optimizer_state}
-    _check_arguments(model, tiers | {"activations": activations}, optimizer, (host_memory, device_memory))
+    _check_arguments(model, tiers | {"activations": activations}, optimizer)
     _check_kinds(kept := {"keep_float32": keep_float32, "freeze": freeze, "blocks": blocks}, copies)
     _check_commit(plan.commit if plan is not None and commit == "auto" else commit, max_grad_norm)
     stored, ranks = _stored(model, dtype), join()
@@ -131,8 +132,8 @@ def offload(
         batch_size=batch_size or max(1, micro_batch_size) * max(1, sweeps) * ranks.size, max_length=max_length or 512,
         micro_batch_size=micro_batch_size, sweeps=sweeps, slots=slots, parameters=parameters, gradients=gradients,
         optimizer=optimizer_state, activations=activations, swap=bool(paths), commit=commit, recompute=recompute,
-        disk_free=sum(rooms_of(paths, None)) if paths else None, host_memory=host_memory, threads=threads,
-        device_memory=device_memory, compute=compute_dtype(computer.facts, stored), zero_stage=zero_stage,
+        disk_free=sum(rooms_of(paths, None)) if paths else None, compute=compute_dtype(computer.facts, stored),
+        **_most_bytes(host_memory=host_memory, device_memory=device_memory), threads=threads, zero_stage=zero_stage,
         random=isinstance(source_of(model), RandomSource), score_copies=_score_copies(model), copies=copies,
     )  # fmt: skip
     plan = _settled(plan, drawn.spec, wishes, with_device(probe_machine(), computer.facts), ranks)
@@ -156,7 +157,7 @@ def _keeping(spec: ModelSpec, plan: Plan, known: bool) -> Keeping:
     return Keeping(room_bytes, [each.get(seat, 0.0) for seat in range(len(spec.seats))])
 
 
-def _check_arguments(model: nn.Module, tiers: dict[str, str], optimizer: Any, memory: tuple[Any, Any]) -> None:
+def _check_arguments(model: nn.Module, tiers: dict[str, str], optimizer: Any) -> None:
     """What a caller may easily get wrong in kind."""
     if id(model) in RUNS:
         raise ConfigError(f"this {type(model).__name__} is already offloaded; first run.close(materialize=True)")
@@ -166,9 +167,18 @@ def _check_arguments(model: nn.Module, tiers: dict[str, str], optimizer: Any, me
     if optimizer is not None and not isinstance(optimizer, Settings):
         kinds = ", ".join(f"offloadz.{kind.__name__}" for kind in OPTIMIZERS.values())
         raise ConfigError(f"optimizer is a {type(optimizer).__name__}; needed: one of {kinds}, such as AdamW(lr=...)")
-    for key, told in zip(("host_memory", "device_memory"), memory, strict=True):
-        if told is not None and not isinstance(told, int):
-            raise ConfigError(f"{key} = {told!r}; needed: a whole number of bytes, such as 48 << 30")
+
+
+def _most_bytes(**limits: int | str | None) -> dict[str, Any]:
+    """Limits in bytes: numbers, and the forms that a configuration takes; None leaves one to the machine."""
+    found: dict[str, Any] = {key: None if told == "auto" else told for key, told in limits.items()}
+    for key, told in found.items():
+        if told is not None and (isinstance(told, bool) or not isinstance(told, int)):
+            try:
+                found[key] = parse_bytes(told)
+            except ValueError as error:
+                raise ConfigError(f'{key} = {told!r}: {error}, or a whole number of bytes, or "auto"') from None
+    return found
 
 
 def _stored(model: nn.Module, dtype: torch.dtype | str | None) -> str:

@@ -19,6 +19,7 @@ from typing import Any
 from offloadz.plan.errors import ConfigError
 from offloadz.plan.machine import COMPUTING, TYPICAL_RATES, UNVERIFIED, Drive, Machine
 from offloadz.plan.rooms import drive_of
+from offloadz.plan.words import parse_bytes
 
 FOLDER = Path(__file__).parent / "machines"
 
@@ -245,8 +246,6 @@ def number(value: Any, unit: str) -> float:
 
 
 def _with_unit(text: str, unit: str) -> float:
-    from offloadz.config.values import parse_bytes
-
     if unit == FLOPS:
         found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([GTP])FLOPS?(?:/s)?\s*", text, re.IGNORECASE)
         if found is None:

@@ -398,6 +398,12 @@ def test_router_logits_with_gradients_are_refused(swap: Path) -> None:
         run.step(STEPS[0])
 
 
+@pytest.mark.parametrize(("told", "limit_bytes"), [("1GiB", 1 << 30), ("1.5 GB", 1_500_000_000), (1 << 30, 1 << 30)])
+def test_limits_of_memory_are_told_as_in_a_configuration(told: str | int, limit_bytes: int) -> None:
+    with offloadz.offload(tiny("llama"), host_memory=told, device_memory="auto") as run:
+        assert run.plan.limits["host"] == limit_bytes
+
+
 def test_wrong_calls_are_refused_with_what_to_change(swap: Path) -> None:
     model = tiny("llama")
     with offloaded(swap, model=model) as run:
@@ -422,6 +428,9 @@ def test_wrong_calls_are_refused_with_what_to_change(swap: Path) -> None:
     for copies in (0, -1, 2.5):
         with pytest.raises(offloadz.ConfigError, match=r"copies = .*; needed: a whole number"):
             offloadz.offload(tiny("llama"), swap=swap, copies=copies)
+    for key in ("host_memory", "device_memory"):
+        with pytest.raises(offloadz.ConfigError, match=f'^{key} = .*such as "22GiB", or a whole number'):
+            offloadz.offload(tiny("llama"), swap=swap, **{key: "1 parsec"})
     with pytest.raises(offloadz.ConfigError, match="swap"):
         offloadz.offload(tiny("llama"), parameters="disk")
     with pytest.raises(offloadz.ConfigError, match="name each once"):
