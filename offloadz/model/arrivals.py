@@ -5,13 +5,13 @@ clipped, no group changed meanwhile, a gradient for the same parameters) the spa
 forgotten and the updates are due again, from what is valid and the gradients that were kept.  With `commit =
 "in_place"` a step is applied before it is decided, so it can neither be clipped nor taken back; one that comes to no
 good end leaves weights of no step, and every later call of the run says so.  The trade-off: a clipped step is updated
-twice with shadow, so a run whose plan was free to choose goes over to hold while clipping fires often.
+twice with shadow, so a run whose plan was free to choose begins with hold, and goes over to shadow while clipping fires
+seldom.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,15 +30,12 @@ WINDOW = 32
 OFTEN, SELDOM = 0.25, 0.1
 """Share of them from which on updates wait for the norm, and up to which they come on arrival again."""
 
-LEAST = 2
-"""Clipped steps that are enough for the former while few are decided: a run often begins with large gradients."""
-
 
 @dataclass
 class Arrivals:
     """The updates of this step that have begun; `stage.session.arrive` is its `take`.
 
-    `free`: whether `commit` was the plan's to choose, so that it may change while the run goes on.
+    `free`: whether there is room for shadow and the choice is the plan's: it begins with hold and may change.
     """
 
     stage: Stage
@@ -55,6 +52,10 @@ class Arrivals:
     """What every parameter's update of this step is called with, from the first arrival on."""
     _again: deque[bool] = field(default_factory=lambda: deque(maxlen=WINDOW))
     """Of the last decided steps, whether updates on arrival come, or would have come, twice."""
+
+    def __post_init__(self) -> None:
+        if self.free:
+            self.stage.session.commit_by("hold")
 
     def take(self, unit: int) -> None:
         """The gradient of a unit has come: lay the settings of its parameters ready, as they are in this step."""
@@ -80,9 +81,7 @@ class Arrivals:
         """Count a decided step, and go over to the way of committing that suits how often clipping fires."""
         self._again.append(again)
         session, num = self.stage.session, sum(self._again)
-        decided = len(self._again)
-        most = {"shadow": max(LEAST - 1, math.ceil(OFTEN * decided) - 1), "hold": SELDOM * decided}
-        often = num > most[session.placement.commit]
+        often = {"shadow": num >= OFTEN * WINDOW, "hold": num > SELDOM * len(self._again)}[session.placement.commit]
         commit = "hold" if often else "shadow"
         if commit != session.placement.commit and (often or len(self._again) == WINDOW):
             log.warning(

@@ -231,7 +231,7 @@ def _settled(plan: Plan | None, spec: ModelSpec, wishes: Wishes, machine: Machin
 def _check_agrees(plan: Plan, wishes: Wishes) -> None:
     told = {kind: (getattr(wishes, kind), getattr(plan.placement, kind)) for kind in KINDS}
     told |= {"slots": (wishes.slots or plan.slots, plan.slots), "sweeps": (wishes.sweeps or plan.sweeps, plan.sweeps)}
-    told["commit"] = (wishes.commit, plan.commit)
+    told["commit"] = (wishes.commit, plan.placement.commit)
     told["recompute"] = (wishes.recompute, {UNLIMITED: "none", -1: "all"}.get(plan.graph_room_bytes, "auto"))
     told["zero_stage"] = (wishes.zero_stage, plan.placement.share.stage)
     told["copies"] = (wishes.copies if wishes.copies > 1 else plan.placement.copies, plan.placement.copies)

@@ -92,7 +92,7 @@ class Run:
 
     def __post_init__(self) -> None:
         self._mark()
-        self._arrivals = Arrivals(self.stage, self.optimizer, self.threads, getattr(self.plan, "commit_free", False))
+        self._arrivals = Arrivals(self.stage, self.optimizer, self.threads, bool(getattr(self.plan, "seldom_s", 0.0)))
         self.session.arrive = self._arrivals.take
 
     def step(self, batch: Batch, loss_fn: Callable[[nn.Module, Batch], Tensor] | None = None) -> Tensor:

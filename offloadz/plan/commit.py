@@ -1,8 +1,10 @@
 """Whether updates wait for the norm (hold) or come with their gradients (shadow), where that is left to the plan.
 
 Both are simulated on the placement that was found; shadow is taken where it is sooner and there is room for what it
-writes beside.  In place is never taken by itself.  The trade-off: a spare takes memory that other programs may want,
-and a clipped step is updated twice, so a gain below a twentieth, or one by rates that nobody measured, is left.
+writes beside.  In place is never taken by itself.  A clipped step is updated twice with shadow, and in fine-tuning
+every step may be clipped (docs/log.md), so with clipping a run begins with hold, in the room that shadow needs.  The
+trade-off: a spare takes memory that other programs may want, so a gain below a twentieth, or one by rates that nobody
+measured, is left.
 """
 
 from __future__ import annotations
@@ -16,6 +18,9 @@ from offloadz.plan.placement import KINDS
 
 if TYPE_CHECKING:
     from offloadz.plan.search import Plan, Wishes
+
+TIMES = ("step_s", "tokens_per_s", "bottleneck", "busy_s", "taken_s", "wear", "smallest_tokens_per_step")
+"""What a plan says of its steps."""
 
 LEAST_GAIN = 0.05
 """Share of a step that shadow has to win."""
@@ -35,5 +40,8 @@ def chosen_commit(held: Plan, wishes: Wishes, decide: Callable[[Wishes], Plan]) 
     own = ("state on disk", "recompute")
     copies = [reason for reason in beside.reasons if reason.startswith(own)]
     others = [reason for reason in held.reasons if not reason.startswith(own)]
-    why = f"commit shadow: wins {gain:.0%} over hold, to which the run goes over while clipping fires often"
-    return replace(beside, commit_free=True, reasons=(*others, *copies, why))
+    if not wishes.clipping:
+        return replace(beside, reasons=(*others, *copies, f"commit shadow: wins {gain:.0%} over hold"))
+    why = f"commit hold at first: shadow wins {gain:.0%}, and the run goes over to it while clipping fires seldom"
+    times = {name: getattr(held, name) for name in TIMES}
+    return replace(beside, seldom_s=beside.step_s, reasons=(*others, *copies, why), **times)

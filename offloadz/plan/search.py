@@ -62,8 +62,7 @@ class Wishes:
     device_memory: int | None = None
     compute: str = "float32"
     """Dtype of computation: float32 on a CPU, whose bf16 products are unusably slow without special instructions."""
-    score_copies: int = 0
-    """See `footprint.score_copies`."""
+    score_copies: int = 0  # see `footprint.score_copies`
     keep: int = 2
     copies: int = 1
     """`keep`: 0 is 2 checkpoints, or 1 where they are links.  `copies`: of the state on disk; 0 is as many as fit."""
@@ -71,14 +70,13 @@ class Wishes:
     threads: int = 0
     baseline_bytes: int = BASELINE_BYTES
     export_item_bytes: int = 2
-    reading_bytes: int = 0
-    """Bytes beside the interpreter while data are read."""
-    random: bool = False
-    """Whether the weights are drawn at random."""
+    reading_bytes: int = 0  # beside the interpreter while data are read
+    random: bool = False  # whether the weights are drawn at random
     recompute: str = "auto"
     """Which blocks run again in the backward: auto (as far as there is no room for their graphs) | all | none."""
     commit: str = "auto"
     """`in_place` is only taken where it is asked for: a step that fails half-way then ends the run."""
+    clipping: bool = True  # whether a step may be clipped, and so updated twice with shadow
     ranks: int = 1
     zero_stage: str | int = "auto"  # see stages.py
 
@@ -110,19 +108,22 @@ class Plan:
     wear: Wear = NO_WEAR
     smallest_tokens_per_step: int | None = None
     rates_source: str = ""
-    keep: int = 2
-    """Checkpoints that stay."""
-    recipe: str = "fp32"
-    """Format of the optimizer's state."""
+    keep: int = 2  # checkpoints that stay
+    recipe: str = "fp32"  # format of the optimizer's state
     recipe_told: str = ""
     """The same in words, with the bytes a parameter."""
     machine: str = ""
-    commit_free: bool = False  # shadow was the plan's own choice: the run may go over to hold
+    seldom_s: float = 0.0  # a step with shadow, to which a run goes over while clipping fires seldom; 0: it does not
     graph_room_bytes: int = 0  # what kept graphs may take, which may be more than they do
 
     @property
     def commit(self) -> str:
-        return self.placement.commit
+        """How updates come at first; the room is that of `placement.commit`."""
+        return "hold" if self.seldom_s else self.placement.commit
+
+    def step_s_by(self, commit: str) -> float:
+        """Seconds of a step while updates come like that."""
+        return self.seldom_s if self.seldom_s and commit == "shadow" else self.step_s
 
     @property
     def micro_batch_size(self) -> int:

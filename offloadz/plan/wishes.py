@@ -73,8 +73,8 @@ class Question:
 
     def step_of(self, plan: Plan) -> Prediction:
         """A steady step of an answer, on each of its ranks, walked over all blocks."""
-        share = plan.placement.share
-        return predict(self.spec.shared_by(share), plan.placement, plan.batch, for_each(self.machine, share.ranks))
+        share, placement = plan.placement.share, replace(plan.placement, commit=plan.commit)
+        return predict(self.spec.shared_by(share), placement, plan.batch, for_each(self.machine, share.ranks))
 
 
 def question(
@@ -211,6 +211,7 @@ def wishes_of(config: Config, model_config: dict[str, Any]) -> Wishes:
         activations=offload.activations,
         recompute=offload.recompute,
         commit=offload.commit,
+        clipping=config.optimizer.max_grad_norm > 0,
         zero_stage=offload.zero_stage,
         swap=bool(swap),
         disk_free=sum(rooms_of(swap, output)) if swap else None,

@@ -231,7 +231,7 @@ class Training:
         line = asdict(report)
         line["tokens"] = self.loader.last_num_tokens  # what fills a packed row up is no token of a sample
         line["tokens_per_s"] = line["tokens"] / report.step_s if report.step_s > 0 else 0.0
-        line["predicted_step_s"] = self.plan.step_s
+        line["predicted_step_s"] = self.plan.step_s_by(self.run.session.placement.commit)
         line["bytes"]["host_planned"] = self.plan.peak["host"]
         if not report.skipped:
             del line["reason"]

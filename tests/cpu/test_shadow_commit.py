@@ -221,11 +221,11 @@ def test_whoever_looks_half_way_sees_the_step_before(where: str, swap: Path) -> 
     assert_same_bits(loop("shadow", where), loop("hold", "host"), where)
 
 
-def test_a_plan_s_own_choice_goes_over_to_hold_and_back(
+def test_a_plan_s_own_choice_begins_with_hold_goes_over_and_back(
     swap: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Clipping fires in the first steps and not afterwards; the bits are those of hold, and each change is one line."""
-    monkeypatch.setattr(arrivals, "WINDOW", 12)
+    """Clipping fires at first, then not, then again; the bits are those of hold, and each change is one line."""
+    monkeypatch.setattr(arrivals, "WINDOW", 8)
     steps = STEPS * 4
     commits = []
 
@@ -234,8 +234,9 @@ def test_a_plan_s_own_choice_goes_over_to_hold_and_back(
         told = {"micro_batch_size": 2, "commit": commit} | dict.fromkeys(KINDS, "disk")
         with offloadz.offload(tiny("llama"), offloadz.AdamW(lr=1e-3), swap=swap, **told) as run:
             run._arrivals.free = free
+            run._arrivals.__post_init__()
             for index, batch in enumerate(steps):
-                run.max_grad_norm = 1e-2 if index < 4 else 1e6
+                run.max_grad_norm = 1e-2 if index < 4 or index > 12 else 1e6
                 out.losses.append(float(run.step(batch)))
                 commits.append(run.session.placement.commit)
             out.weights = train(run, []).weights
@@ -243,8 +244,8 @@ def test_a_plan_s_own_choice_goes_over_to_hold_and_back(
 
     with caplog.at_level(logging.WARNING, "offloadz"):
         found = loop("shadow", True)
-    assert commits == ["shadow"] + ["hold"] * 13 + ["shadow"] * 2
+    assert commits == ["hold"] * 11 + ["shadow"] * 3 + ["hold"] * 2
     lines = [record.getMessage() for record in caplog.records if "clipping fired" in record.getMessage()]
-    assert ["2 of the last 2 steps" in lines[0], "1 of the last 12 steps" in lines[1]] == [True, True]
+    assert ["0 of the last 8 steps" in lines[0], "2 of the last 8 steps" in lines[1]] == [True, True]
     assert len(lines) == 2
     assert_same_bits(found, loop("hold", False), "over to hold and back")

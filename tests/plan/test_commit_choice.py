@@ -31,11 +31,14 @@ def why(plan: Plan) -> str:
 
 def test_shadow_where_it_is_sooner_and_has_room() -> None:
     plan, held = planned(box()), planned(box(), commit="hold")
-    assert (plan.commit, plan.commit_free) == ("shadow", True) and "goes over" in why(plan)
-    assert plan.step_s < 0.95 * held.step_s
+    assert (plan.commit, plan.placement.commit) == ("hold", "shadow") and "goes over" in why(plan)
+    assert plan.step_s == plan.step_s_by("hold") == held.step_s and plan.wear == held.wear
+    free = planned(box(), clipping=False)
+    assert (free.commit, free.seldom_s) == ("shadow", 0.0) and free.step_s == plan.step_s_by("shadow") < plan.step_s
+    assert free.step_s < 0.95 * held.step_s
     assert plan.placement == replace(held.placement, commit="shadow")
     assert plan.peak["host"] > held.peak["host"]
-    assert not planned(box(), commit="shadow").commit_free  # asked for: it stays
+    assert not planned(box(), commit="shadow").seldom_s  # asked for: it stays
 
 
 def test_hold_where_there_is_no_room_beside() -> None:
@@ -46,7 +49,7 @@ def test_hold_where_there_is_no_room_beside() -> None:
 
 def test_hold_where_little_is_won() -> None:
     plan = planned(box(cpu=1e11))
-    assert plan.commit == "hold" and not plan.commit_free and "shadow would win" in why(plan)
+    assert plan.commit == "hold" and not plan.seldom_s and "shadow would win" in why(plan)
 
 
 @pytest.mark.parametrize("commit", ["hold", "in_place"])
