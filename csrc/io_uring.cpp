@@ -21,8 +21,7 @@ namespace offloadz {
 namespace {
 
 constexpr int kMaxDepth = 64;
-constexpr int kMaxBusy = 100; // in one transfer
-constexpr unsigned kMaxRegions = 64;
+constexpr int kMaxBusy = 100;                    // in one transfer
 constexpr size_t kRegionBytes = size_t(1) << 30; // the most that one fixed buffer may be
 enum Stage { kNone = 0, kSetup = 1, kCall = 2, kRequest = 3 };
 
@@ -35,8 +34,7 @@ bool is_refusal(int error) {
 // One transfer on one ring.
 class Flight {
 public:
-  Flight(Ring &ring, Work &work, int depth, const Region *regions)
-      : ring_(ring), work_(work), regions_(regions), depth_(depth), at_(work.transfer.offset) {
+  Flight(Ring &ring, Work &work, int depth) : ring_(ring), work_(work), depth_(depth), at_(work.transfer.offset) {
     for (int i = 0; i < 2 * depth; ++i)
       free_[num_free_++] = i;
   }
@@ -80,20 +78,11 @@ private:
       --num_free_;
       ++num_flying_;
       begin_request(work_, request);
-      ring_.push(work_.transfer.write, request.buffer, uint32_t(request.count), request.at, region_of(request),
-                 uint64_t(slot));
+      ring_.push(work_.transfer.write, request.buffer, uint32_t(request.count), request.at, uint64_t(slot));
       // Summing the next one takes a while: let this one start.
       if (work_.transfer.write && work_.transfer.table) return wants_more();
     }
     return false;
-  }
-
-  int region_of(const Request &request) const {
-    for (unsigned i = 0; i < ring_.num_buffers(); ++i) {
-      unsigned char *start = static_cast<unsigned char *>(regions_[i].at);
-      if (request.buffer >= start && request.buffer + request.count <= start + regions_[i].num_bytes) return int(i);
-    }
-    return -1;
   }
 
   void refused(int stage, int error) {
@@ -152,7 +141,6 @@ private:
 
   Ring &ring_;
   Work &work_;
-  const Region *regions_;
   int num_busy_ = 0;
   int depth_, num_flying_ = 0, num_moved_ = 0, num_free_ = 0;
   int64_t at_;
@@ -215,7 +203,7 @@ private:
       ring.seen_fixes = num_regions_;
     }
     ring.use_file(work.transfer.fd);
-    Flight flight(ring, work, depth_, regions_);
+    Flight flight(ring, work, depth_);
     flight.run();
     ring.use_file(-1);
     if (flight.stage()) refuse(flight.stage(), flight.error());

@@ -17,6 +17,7 @@ constexpr unsigned kGetEvents = 1;
 constexpr unsigned kSingleMmap = 1, kNoDrop = 2;
 constexpr unsigned kRegisterBuffers = 0, kUnregisterBuffers = 1, kRegisterFiles = 2, kUpdateFiles = 6;
 constexpr off_t kQueuesAt = 0, kSubmissionsAt = 0x10000000;
+constexpr size_t kPage = 4096, kLeastFixed = size_t(1) << 20; // less than this saves nothing worth a call
 
 struct SubmissionOffsets { // struct io_sqring_offsets
   uint32_t head, tail, mask, entries, flags, dropped, array, reserved;
@@ -101,19 +102,40 @@ void Ring::use_file(int fd) {
   file_in_slot_ = syscall(kRegister, fd_, kUpdateFiles, &update, 1) == 1 && fd >= 0;
 }
 
+// The kernel takes all that it is given or nothing, and does not say how much it would take.
 void Ring::use_buffers(const Region *regions, unsigned count) {
-  if (num_buffers_) syscall(kRegister, fd_, kUnregisterBuffers, nullptr, 0);
-  num_buffers_ = 0;
-  for (; count; count /= 2)
-    if (syscall(kRegister, fd_, kRegisterBuffers, regions, count) == 0) {
-      num_buffers_ = count;
-      return;
-    }
+  if (num_fixed_) syscall(kRegister, fd_, kUnregisterBuffers, nullptr, 0);
+  num_fixed_ = 0;
+  size_t total = 0;
+  for (unsigned i = 0; i < count; ++i)
+    total += regions[i].num_bytes;
+  size_t most = total;
+  while (most >= kLeastFixed && !fix_first(regions, most))
+    most = most / 2 / kPage * kPage;
 }
 
-void Ring::push(bool write, void *buffer, uint32_t length, int64_t offset, int buffer_index, uint64_t tag) {
+// Registers the first `most_bytes` of what the regions hold.
+bool Ring::fix_first(const Region *regions, size_t most_bytes) {
+  unsigned count = 0;
+  for (size_t left = most_bytes; left; left -= fixed_[count++].num_bytes)
+    fixed_[count] = {regions[count].at, left < regions[count].num_bytes ? left : regions[count].num_bytes};
+  bool taken = syscall(kRegister, fd_, kRegisterBuffers, fixed_, count) == 0;
+  num_fixed_ = taken ? count : 0;
+  return taken;
+}
+
+// The fixed buffer in which all of this lies, or -1.
+int Ring::fixed_index(const void *at, size_t num_bytes) const {
+  const char *first = static_cast<const char *>(at);
+  for (unsigned i = 0; i < num_fixed_; ++i)
+    if (first >= fixed_[i].at && first + num_bytes <= fixed_[i].at + fixed_[i].num_bytes) return int(i);
+  return -1;
+}
+
+void Ring::push(bool write, void *buffer, uint32_t length, int64_t offset, uint64_t tag) {
   Submission &s = sqes_[tail_ & sq_mask_];
   std::memset(&s, 0, sizeof s);
+  int buffer_index = fixed_index(buffer, length);
   bool fixed = buffer_index >= 0;
   s.opcode = fixed ? (write ? kWriteFixed : kReadFixed) : (write ? kWrite : kRead);
   s.fd = file_in_slot_ ? 0 : file_;

@@ -28,9 +28,11 @@ struct Completion { // struct io_uring_cqe
 static_assert(sizeof(Submission) == 64 && sizeof(Completion) == 16, "the kernel's layout");
 
 struct Region { // struct iovec
-  void *at;
+  char *at;
   size_t num_bytes;
 };
+
+constexpr unsigned kMaxRegions = 64;
 
 // Used by one thread at a time.  Every function answers 0 or an errno.
 class Ring {
@@ -39,14 +41,13 @@ public:
   int open(unsigned num_entries);
   // The file that calls are for, registered where that is allowed: they go on with it whatever becomes of the number.
   void use_file(int fd);
-  // The fixed buffers, as many of them as the limit of locked memory allows.
+  // The fixed buffers, at most kMaxRegions: as much of them as the limit of locked memory allows, from the first on.
   void use_buffers(const Region *regions, unsigned count);
-  unsigned num_buffers() const { return num_buffers_; }
   unsigned seen_fixes = 0; // how many regions use_buffers() was last called with
   Ring *next = nullptr;    // of a list of the owner's
 
   // Queues one request; the caller keeps at most `num_entries` under way.
-  void push(bool write, void *buffer, uint32_t length, int64_t offset, int buffer_index, uint64_t tag);
+  void push(bool write, void *buffer, uint32_t length, int64_t offset, uint64_t tag);
   // Hands what is queued to the kernel; with `wait` there is a completion afterwards.
   int enter(bool wait);
   // The last queued request that the kernel has not taken, out of the queue again.
@@ -58,10 +59,13 @@ public:
 
 private:
   bool ready() const;
+  bool fix_first(const Region *regions, size_t most_bytes);
+  int fixed_index(const void *at, size_t num_bytes) const;
   int fd_ = -1;
   int file_ = -1;
   bool has_file_slot_ = false, file_in_slot_ = false;
-  unsigned num_buffers_ = 0;
+  Region fixed_[kMaxRegions]; // as registered: of the last one maybe only its beginning
+  unsigned num_fixed_ = 0;
   unsigned tail_ = 0;
   unsigned *sq_head_ = nullptr, *sq_tail_ = nullptr, *sq_array_ = nullptr;
   unsigned *cq_head_ = nullptr, *cq_tail_ = nullptr;

@@ -4,6 +4,8 @@
 //   half         every second request is cut to half its length
 //   crumb        every request is cut to 4096 bytes
 //   bad_request  every request has an operation no kernel knows
+//   eio          every second request ends with EIO: it goes to where this process has no memory
+//   eio_stays    every request does, and pread64 and pwrite64 fail alike
 //   busy         every second submission is refused with EAGAIN
 //   no_ring      io_uring_setup is refused with EPERM
 //   no_call      io_uring_enter is refused with ENOSYS, from the call after $RING_AFTER on
@@ -14,11 +16,13 @@
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
+#include <fcntl.h>
 #include <stdarg.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 enum { RINGS = 1024, SQE_BYTES = 64, TAIL_AT = 84 }; // where io_uring_params says where the count of completions lies
 static struct {
@@ -55,12 +59,26 @@ void *mmap(void *at, size_t count, int rights, int flags, int fd, off_t offset) 
   return area;
 }
 
+// The request to address 0 of this process's memory, by plain numbers of file and buffer: the kernel answers EIO.
+static void break_request(unsigned char *request) {
+  static int memory = -1;
+  if (memory < 0) memory = open("/proc/self/mem", O_RDWR);
+  int writes = request[0] == 5 || request[0] == 23;
+  request[0] = writes ? 23 : 22;
+  request[1] = 0;
+  *(int32_t *)(request + 4) = memory;
+  *(uint64_t *)(request + 8) = 0;
+  *(uint16_t *)(request + 40) = 0;
+}
+
 static void spoil(int fd, unsigned count) {
   for (unsigned i = 0; i < count; ++i) {
     unsigned char *request = rings[fd].requests + (rings[fd].taken + i) % rings[fd].entries * SQE_BYTES;
     uint32_t *length = (uint32_t *)(request + 24);
     if (mode_is("bad_request"))
       request[0] = 250;
+    else if (mode_is("eio_stays") || (mode_is("eio") && (rings[fd].taken + i) % 2))
+      break_request(request);
     else if (mode_is("half") && (rings[fd].taken + i) % 2 && *length > 4096)
       *length = *length / 2 / 4096 * 4096;
     else if (mode_is("crumb") && *length > 4096)
@@ -105,4 +123,16 @@ long syscall(long number, ...) {
   long got = real(number, a[0], a[1], a[2], a[3], a[4], a[5]);
   if (got > 0) rings[a[0]].taken += (unsigned)got;
   return got;
+}
+
+ssize_t pread64(int fd, void *buffer, size_t count, off64_t offset) {
+  static ssize_t (*real)(int, void *, size_t, off64_t);
+  if (!real) *(void **)&real = dlsym(RTLD_NEXT, "pread64");
+  return mode_is("eio_stays") ? refuse(EIO) : real(fd, buffer, count, offset);
+}
+
+ssize_t pwrite64(int fd, const void *buffer, size_t count, off64_t offset) {
+  static ssize_t (*real)(int, const void *, size_t, off64_t);
+  if (!real) *(void **)&real = dlsym(RTLD_NEXT, "pwrite64");
+  return mode_is("eio_stays") ? refuse(EIO) : real(fd, buffer, count, offset);
 }
