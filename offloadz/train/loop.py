@@ -88,7 +88,7 @@ class Progress:
 
 
 def train(config: Config, measure: Measure = lambda *_: None) -> int:
-    """Train as configured; 0 when the run is finished, 130 or 143 after a signal.
+    """Train as configured; 0 when the run is finished, 130, 143 or 129 after a signal.
 
     `measure(config, steps, say, ranks)` is called before the plan is made: it may measure the box.
     Raises the errors of `plan/errors.py`, and `RunStopped`.

@@ -1,23 +1,30 @@
-"""Ctrl-C and SIGTERM: finish what is under way, save, end; the second one ends at once.
+"""Ctrl-C, SIGTERM and a closed terminal: finish what is under way, save, end; the second one ends at once.
 
 While nothing is at stake (before the first step, after the last checkpoint) a signal raises `Interrupted` where it
 arrives.  While steps are under way (`held`) it is only noted, and the loop looks for it at safe points.  After the
 first one the system's own behaviour is back, so a second one ends the process whatever it is doing.  The trade-off: a
 process that was ended so leaves its swap directory, which the next run of the same output takes over.
+
+[Note: a closed terminal]  The kernel and the shell both tell of it by SIGHUP, so that one never counts as a second.
+What was said to the terminal, or into a pipe of the same shell, would be an error from then on and is dropped.
+Under nohup SIGHUP is ignored, and stays so.
 """
 
 from __future__ import annotations
 
+import os
 import signal
+import stat
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
-WATCHED = (signal.SIGINT, signal.SIGTERM)
+ENDING = (signal.SIGINT, signal.SIGTERM)
+"""Those of which a second one ends at once."""
 
 
 class Interrupted(KeyboardInterrupt):
@@ -29,7 +36,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Signals:
-    """A context manager that watches both signals; outside the main thread, where Python allows none, it sees none.
+    """A context manager that watches signals; outside the main thread, where Python allows none, it sees none.
 
     `echo_s`: so long after the first one another is taken for the same: a launcher passes on what its ranks got too.
     """
@@ -44,7 +51,9 @@ class Signals:
 
     def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._seen) for number in WATCHED}
+            ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            watched = ENDING if ignored else (*ENDING, signal.SIGHUP)
+            self._before = {number: signal.signal(number, self._seen) for number in watched}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -62,14 +71,31 @@ class Signals:
             self._held = False
 
     def _seen(self, signum: int, frame: FrameType | None) -> None:
-        if self.status and time.monotonic() < self._seen_s + self._echo_s:
-            return
-        if self.status:
+        first = not self.status
+        if first:
+            self._note(signum)
+        elif signum in ENDING and time.monotonic() >= self._seen_s + self._echo_s:
             signal.signal(signum, signal.SIG_DFL)
             signal.raise_signal(signum)
-        self.status, self._seen_s = 128 + signum, time.monotonic()
-        for number in WATCHED if not self._echo_s else ():
-            signal.signal(number, signal.SIG_DFL)
-        if not self._held:
+        if signum == signal.SIGHUP:
+            _let_go_of_terminal()
+        if first and not self._held:
             raise Interrupted(signum)
-        self._tell(f"{signal.Signals(signum).name}: saving after this step, then ending; once more ends at once")
+
+    def _note(self, signum: int) -> None:
+        self.status, self._seen_s = 128 + signum, time.monotonic()
+        for number in ENDING if not self._echo_s else ():
+            signal.signal(number, signal.SIG_DFL)
+        name = signal.Signals(signum).name
+        with suppress(OSError):  # the terminal that it is said to may be the one that was closed
+            if self._held:
+                self._tell(f"{name}: saving after this step, then ending; once more ends at once")
+
+
+def _let_go_of_terminal() -> None:
+    """What is written to no file from now on goes nowhere; see [Note: a closed terminal]."""
+    with open(os.devnull, "w") as nowhere:
+        for fd in (1, 2):
+            with suppress(OSError):  # closed
+                if not stat.S_ISREG(os.fstat(fd).st_mode):
+                    os.dup2(nowhere.fileno(), fd)
