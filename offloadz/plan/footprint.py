@@ -17,6 +17,7 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
+from offloadz.plan.alike import once, part_kinds, seats_alike, unit_kinds
 from offloadz.plan.kept import graph_kept_bytes, kept_bytes
 from offloadz.plan.placement import Placement, home_bytes, passing_bytes, slot_bytes
 from offloadz.plan.spec import ITEM_BYTES, ModelSpec, Unit, aligned
@@ -164,7 +165,7 @@ def footprint(
 def rounding_bytes(spec: ModelSpec, placement: Placement) -> int:
     """Bytes on the device for gradients that are rounded and weights that are widened on their way: a buffer for each
     stream, and one part in double, of which the sum of squares is taken."""
-    largest = max((p.num_elements for p, trained in spec.part_kinds if trained), default=0)
+    largest = max((p.num_elements for p, trained in part_kinds(spec) if trained), default=0)
     return 2 * aligned(passing_bytes(spec, placement)) + 8 * largest
 
 
@@ -172,17 +173,13 @@ def computation(spec: ModelSpec, placement: Placement, batch: Batch) -> dict[str
     """Bytes beside the planned buffers while a block, or the head, computes: named entries."""
     item = ITEM_BYTES[placement.compute]
     hidden = HIDDEN_COPIES * batch.rows_per_sweep * batch.length * spec.hidden_size * item
-    graph = max((graph_bytes(spec, u, batch, item) for u in spec.units if u.kind != "tile"), default=0)
-    widest = max(
-        (m.num_elements for u in spec.units if u.kind == "block" for s in u.sections for m in s.members), default=0
-    )
-    tiles = [spec.units[u] for seat in spec.seats if seat.kind == "head" for u in seat.units]
-    rows = max((m.shape[0] for u in tiles for s in u.sections for m in s.members), default=0)
-    chunk = HEAD_COPIES * min(batch.tokens_per_micro, HEAD_CHUNK_TOKENS) * rows * 4
+    graph = max((graph_bytes(spec, k.unit, batch, item) for k in unit_kinds(spec) if k.unit.kind != "tile"), default=0)
+    widest = _widest(spec)
+    chunk = HEAD_COPIES * min(batch.tokens_per_micro, HEAD_CHUNK_TOKENS) * _tile_rows(spec) * 4
     block = graph + widest * 4
     found = {"hidden states": hidden}
     if kept := kept_bytes(spec, placement, batch):
-        seats = [seat for seat in spec.unfolding_seats if spec.seats[seat].kind != "head"]
+        seats = [seat for seat, _ in seats_alike(spec, spec.unfolding_seats) if spec.seats[seat].kind != "head"]
         own = max((graph_kept_bytes(spec, s, placement, batch) for s in seats), default=0) // batch.num_micros
         beside = max(chunk, block - own)
         if kept + beside >= block or placement.kept == len(spec.unfolding_seats):
@@ -190,6 +187,20 @@ def computation(spec: ModelSpec, placement: Placement, batch: Batch) -> dict[str
     if block >= chunk:
         return found | {"one block's graph": graph, "largest weight gradient": widest * 4}
     return found | {"logits of a chunk": chunk}
+
+
+@once
+def _widest(spec: ModelSpec) -> int:
+    """Elements of the largest tensor of a block."""
+    blocks = (k.unit for k in unit_kinds(spec) if k.unit.kind == "block")
+    return max((m.num_elements for u in blocks for s in u.sections for m in s.members), default=0)
+
+
+@once
+def _tile_rows(spec: ModelSpec) -> int:
+    """Rows of the largest tile of a head."""
+    tiles = (spec.units[u] for seat in spec.seats if seat.kind == "head" for u in seat.units)
+    return max((m.shape[0] for u in tiles for s in u.sections for m in s.members), default=0)
 
 
 def graph_bytes(spec: ModelSpec, unit: Unit, batch: Batch, item_bytes: int) -> int:
@@ -226,8 +237,9 @@ def num_saved(spec: ModelSpec, kept: int = 0) -> int:
 
 def checkpoint_bytes(spec: ModelSpec) -> int:
     """Bytes of a portable checkpoint: master and moments in fp32 under every recipe, frozen weights as they are."""
-    trained = sum(u.num_trainable for u in spec.units)
-    frozen = sum(s.num_elements * ITEM_BYTES[s.dtype] for u in spec.units for s in u.sections if not s.trainable)
+    trained = sum(k.count * k.unit.num_trainable for k in unit_kinds(spec))
+    still = ((k.count, s) for k in unit_kinds(spec) for s in k.unit.sections if not s.trainable)
+    frozen = sum(count * s.num_elements * ITEM_BYTES[s.dtype] for count, s in still)
     return trained * (4 + 4 * spec.recipe.num_moments) + frozen
 
 
@@ -253,9 +265,10 @@ def _largest_part(spec: ModelSpec) -> int:
     """Bytes to hold one part while it goes to or from a file: weights, state, and what is made of them in fp32 (the
     master, and moments that are stored in fewer bytes)."""
     made = 4 + (4 * spec.recipe.num_moments if spec.recipe.code_bytes < 4 else 0)
-    return max((p.weight_bytes + p.state_bytes + made * p.num_elements for p, _ in spec.part_kinds), default=0)
+    return max((p.weight_bytes + p.state_bytes + made * p.num_elements for p, _ in part_kinds(spec)), default=0)
 
 
+@once
 def _largest_tensor(spec: ModelSpec) -> int:
     """Elements of the largest logical tensor, its tiles together."""
     sizes: dict[str, int] = {}

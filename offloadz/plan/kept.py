@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from math import prod
 from typing import TYPE_CHECKING
 
+from offloadz.plan.alike import seats_alike
 from offloadz.plan.errors import ConfigError
 from offloadz.plan.placement import Placement
 from offloadz.plan.spec import ITEM_BYTES, Member, ModelSpec, Unit
@@ -44,7 +45,8 @@ def may_keep(placement: Placement, recompute: str) -> bool:
 
 def kept_bytes(spec: ModelSpec, placement: Placement, batch: Batch) -> int:
     """Bytes of all graphs that a sweep keeps, when its forward has come to the end."""
-    return sum(graph_kept_bytes(spec, seat, placement, batch) for seat in spec.keeping_seats(placement.kept))
+    alike = seats_alike(spec, spec.keeping_seats(placement.kept))
+    return sum(count * graph_kept_bytes(spec, seat, placement, batch) for seat, count in alike)
 
 
 def graph_kept_bytes(spec: ModelSpec, seat: int, placement: Placement, batch: Batch) -> int:

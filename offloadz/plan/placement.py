@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from offloadz.plan.alike import part_kinds, unit_kinds
 from offloadz.plan.share import ALONE, Share
 from offloadz.plan.spec import ITEM_BYTES, PIECE_BYTES, ModelSpec, Unit, aligned
 
@@ -128,25 +129,26 @@ class Placement:
 def slot_bytes(spec: ModelSpec, placement: Placement, saved_bytes: int = 0) -> dict[str, int]:
     """Bytes of one slot of each pool (`tier.kind`) the placement needs.  `saved_bytes`: the largest saved input."""
     item = ITEM_BYTES[placement.compute]
-    parts = [part for part, trained in spec.part_kinds if trained]
+    parts = [part for part, trained in part_kinds(spec) if trained]
+    kinds = unit_kinds(spec)
     pools: dict[str, int] = {}
     if "host" in placement.weight_route[1:]:
-        pools["host.w"] = max(u.weight_bytes for u in spec.units)
+        pools["host.w"] = max(k.unit.weight_bytes for k in kinds)
     if "shard" in placement.weight_route:
-        pools["shard.w"] = max(u.weight_bytes for u in spec.units)
+        pools["shard.w"] = max(k.unit.weight_bytes for k in kinds)
     if "whole" in placement.weight_route:
-        pools["whole.w"] = max(u.whole_bytes for u in spec.units)
+        pools["whole.w"] = max(k.unit.whole_bytes for k in kinds)
     if "compute" in placement.weight_route:
-        pools["compute.w"] = max(u.compute_bytes(item) for u in spec.units)
+        pools["compute.w"] = max(k.unit.compute_bytes(item) for k in kinds)
     if not parts:
         return pools
-    pools["compute.g"] = max(u.slope_bytes for u in spec.units)
+    pools["compute.g"] = max(k.unit.slope_bytes for k in kinds)
     if placement.share.shards > 1:
         pools["shard.g"] = pools["compute.g"]  # every rank's terms of the own shard: as many as the whole has
     if placement.gradients == "disk" or placement.commit == "in_place":
-        pools["host.g"] = max(u.grad_bytes(accumulates(spec, placement, i)) for i, u in enumerate(spec.units))
+        pools["host.g"] = max(k.unit.grad_bytes(accumulates(spec, placement, k.index)) for k in kinds)
     if "host" in placement.part_route[1:]:
-        pools["host.p"] = aligned(max(p.weight_bytes for p, _ in spec.part_kinds))
+        pools["host.p"] = aligned(max(p.weight_bytes for p, _ in part_kinds(spec)))
     largest_state = max(p.state_bytes for p in parts)
     if "host" in placement.state_route[1:] and largest_state:
         pools["host.s"] = aligned(largest_state)
@@ -161,7 +163,7 @@ def slot_bytes(spec: ModelSpec, placement: Placement, saved_bytes: int = 0) -> d
 
 def passing_bytes(spec: ModelSpec, placement: Placement) -> int:
     """Bytes of one stream's buffer on the device for weights that are widened, or gradients rounded, on their way."""
-    narrow = [p.weight_bytes for p, _ in spec.part_kinds if p.dtype != "float32"]
+    narrow = [p.weight_bytes for p, _ in part_kinds(spec) if p.dtype != "float32"]
     return 0 if placement.unified else max(narrow, default=0)
 
 
@@ -182,12 +184,12 @@ def spares(placement: Placement, unit: Unit, kind: str) -> bool:
 
 def home_bytes(spec: ModelSpec, placement: Placement) -> dict[str, dict[str, int]]:
     """Bytes at rest per tier and kind (activations apart: they depend on the batch); on disk in all copies."""
+    kinds = unit_kinds(spec)
+    resting = [k for k in kinds if rests(spec, placement, k.index)]
     sizes = {
-        "parameters": sum(u.weight_bytes for u in spec.units),
-        "gradients": sum(
-            u.grad_bytes(accumulates(spec, placement, i)) * rests(spec, placement, i) for i, u in enumerate(spec.units)
-        ),
-        "optimizer": sum(u.state_bytes for u in spec.units),
+        "parameters": sum(k.count * k.unit.weight_bytes for k in kinds),
+        "gradients": sum(k.count * k.unit.grad_bytes(accumulates(spec, placement, k.index)) for k in resting),
+        "optimizer": sum(k.count * k.unit.state_bytes for k in kinds),
     }
     homes: dict[str, dict[str, int]] = {tier: {} for tier in TIERS}
     for kind, nbytes in sizes.items():
@@ -195,6 +197,6 @@ def home_bytes(spec: ModelSpec, placement: Placement) -> dict[str, dict[str, int
         copies = placement.copies if kind != "gradients" and tier == "disk" and placement.ending else 1
         homes[tier][kind] = nbytes * copies
     for kind, each in (("parameters", "weight_bytes"), ("optimizer", "state_bytes")):
-        spare = sum(getattr(u, each) for u in spec.units if spares(placement, u, kind))
+        spare = sum(k.count * getattr(k.unit, each) for k in kinds if spares(placement, k.unit, kind))
         homes[getattr(placement, kind)] |= {f"spare {kind}": spare} if spare else {}
     return homes

@@ -119,7 +119,8 @@ class Costs:
         if op.verb == "zero.g" and not self.placement.unified:
             return op.nbytes / self.fast  # nothing comes over the bus
         if op.lane in self.start_s:  # a transfer for each extent
-            return self.nbytes(op) / self.rates[op.lane] + max(len(op.reads), len(op.writes)) * self.start_s[op.lane]
+            extents = max(len(op.reads), len(op.writes)) * self.spec.units[op.unit].coarse
+            return self.nbytes(op) / self.rates[op.lane] + extents * self.start_s[op.lane]
         return self.nbytes(op) * (self.widening / 2 if op.verb == "fetch.w" else 1.0) / self.rates[op.lane]
 
     def nbytes(self, op: Op) -> int:

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
 from math import lcm, prod
+from typing import Any
 
 from offloadz.plan.recipes import EXACT, Recipe, check_recipe, num_blocks
 from offloadz.plan.share import ALONE, Share
@@ -140,6 +141,8 @@ class Unit:
     sections: tuple[Section, ...]
     recipe: Recipe = EXACT
     share: Share = ALONE
+    coarse: int = 1
+    """Parts that are cut as one, in a walk that only asks for times (`estimate.py`)."""
 
     @cached_property
     def num_elements(self) -> int:
@@ -178,6 +181,7 @@ class Unit:
         """
         cuts = []
         step = PART_ELEMENTS if self.kind != "tile" else _whole_rows(self.sections[0].members[0].shape[-1])
+        step *= self.coarse
         for (index, section), shard in product(enumerate(self.sections), range(self.share.shards)):
             within = self.shard_of(index, shard)
             end = min(within.stop, section.num_elements)
@@ -332,17 +336,9 @@ class ModelSpec:
         return replace(self, units=tuple(replace(u, share=share) for u in self.units), share=share)
 
     @cached_property
-    def part_kinds(self) -> tuple[tuple[Part, bool], ...]:
-        """One part of each size and dtype, and whether it is trained: enough to ask for the largest of anything.
-
-        A 13B model has 3,000 parts of a handful of kinds, and a search asks hundreds of times.
-        """
-        kinds = {
-            (p.dtype, p.num_elements, p.num_blocks, u.sections[p.section].trainable): p
-            for u in self.units
-            for p in u.parts
-        }
-        return tuple((part, trained) for (*_, trained), part in kinds.items())
+    def memo(self) -> dict[Any, Any]:
+        """What others have found out about this model, by what they asked (`alike.once`): a spec never changes."""
+        return {}
 
     @cached_property
     def first_trained_seat(self) -> int:

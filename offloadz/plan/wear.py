@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from offloadz.plan.alike import unit_kinds
 from offloadz.plan.machine import Drive
 from offloadz.plan.placement import Placement
 from offloadz.plan.recipes import Recipe, cheaper
@@ -121,6 +122,8 @@ def _size(nbytes: int) -> str:
 
 def _state_bytes(spec: ModelSpec, recipe: Recipe) -> int:
     """State of a recipe that a step writes: that of trained parts, in whole pages; each kind is sized once."""
-    parts = (unit.parts[k] for unit in spec.units for k in unit.trained_parts)
-    kinds = Counter((part.dtype, part.num_elements, part.num_blocks) for part in parts)
+    kinds = Counter[tuple[str, int, int]]()
+    for kind in unit_kinds(spec):
+        for part in (kind.unit.parts[k] for k in kind.unit.trained_parts):
+            kinds[part.dtype, part.num_elements, part.num_blocks] += kind.count
     return sum(n * aligned(Part(0, 0, size, dtype, recipe, k).state_bytes) for (dtype, size, k), n in kinds.items())

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from offloadz.plan.beside import SharedLanes
-from offloadz.plan.estimate import equal_blocks, estimate, without
+from offloadz.plan.estimate import estimate
 from offloadz.plan.footprint import Batch
 from offloadz.plan.machine import Machine
 from offloadz.plan.ops import Op, Program
@@ -16,6 +16,7 @@ from offloadz.plan.placement import Placement
 from offloadz.plan.predict import Costs, predict, step_program
 from offloadz.plan.shapes import ParamInfo, TableInfo, make_spec
 from offloadz.plan.shared import Sharing
+from offloadz.plan.shorter import equal_blocks, without
 from offloadz.plan.spec import ModelSpec
 from offloadz.plan.walk import Frontier, simulate
 
