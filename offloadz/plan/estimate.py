@@ -1,9 +1,10 @@
 """The numbers of a step of a large model, from walks over smaller ones (`shorter.py`).
 
-A step grows by the same with each block that is like its neighbours, so two walks tell of a model of any depth.  What was asked once is remembered with the model, as a search asks for the same step
-under several limits.  Left to others: the program and the timeline of the whole model (`predict`, which
-`offloadz show` prints).  The trade-off: times are off by some thousandths, and bytes by less than a ten-thousandth
-where parts are taken together; `tests/plan/test_estimate.py` holds times to a hundredth.
+A step grows by the same with each block that is like its neighbours, so two walks tell of a model of any depth.  What
+was asked once is remembered with the model, as a search asks for the same step under several limits.  Left to others:
+the program and the timeline of the whole model (`predict`, which `offloadz show` prints).  The trade-off: times are off
+by some thousandths, and bytes by less than a ten-thousandth where parts are taken together;
+`tests/plan/test_estimate.py` holds times to a hundredth.
 """
 
 from __future__ import annotations

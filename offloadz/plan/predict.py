@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
-from offloadz.plan.beside import SharedLanes
+from offloadz.plan.beside import SharedLane, SharedLanes
 from offloadz.plan.footprint import Batch, saved_bytes
 from offloadz.plan.machine import Machine
 from offloadz.plan.ops import LANES, Op, Program
@@ -43,7 +44,7 @@ class Prediction:
     """A steady step: its program, its timeline and what follows from them."""
 
     program: Program
-    timeline: Timeline
+    lanes: Mapping[str, SharedLane]
     step_s: float
     busy_s: dict[str, float]
     """Seconds of work of each lane."""
@@ -55,6 +56,11 @@ class Prediction:
     """Seconds that each lane is busy, slowed down by what runs beside it: what a run measures."""
     saved_s: dict[str, float] = field(default_factory=dict)
     """Of `busy_s` what saved inputs take, which alone grow with the tokens of a step."""
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """Of the program."""
+        return from_virtual(self.lanes)
 
     @property
     def bottleneck(self) -> str:
@@ -178,15 +184,19 @@ def predict(spec: ModelSpec, placement: Placement, batch: Batch, machine: Machin
     box = SharedLanes({op.lane for op in program.ops}, costs, Sharing(costs).speeds)
     simulate(program, box.by_name)
     box.settle()
-    timeline = from_virtual(box.by_name)
     last_s = max((end for lane in box.by_name.values() for *_, end in lane.spans), default=0.0)
+    taken = dict.fromkeys(LANES, 0.0)
+    taken |= {name: sum(end - start for _, start, end in lane.spans) for name, lane in box.by_name.items()}
     read = sum(costs.nbytes(op) for op in program.ops if op.lane == "disk_read")
     written = sum(costs.written_bytes(op) for op in program.ops if op.lane == "disk_write")
-    busy = {lane: sum(costs(op) for op in program.ops if op.lane == lane) for lane in LANES}
+    busy, saved = dict.fromkeys(LANES, 0.0), dict.fromkeys(LANES, 0.0)
+    for op in program.ops:
+        op_s = costs(op)
+        busy[op.lane] += op_s
+        saved[op.lane] += op_s * op.verb.endswith(".x")
     shared = shared_s(program, costs)
     step_s = max(last_s, *shared.values(), 0.0)
-    saved = {lane: sum(costs(op) for op in program.ops if op.lane == lane and op.verb.endswith(".x")) for lane in busy}
-    return Prediction(program, timeline, step_s, busy, read, written, shared, timeline.busy_s(), saved)
+    return Prediction(program, box.by_name, step_s, busy, read, written, shared, taken, saved)
 
 
 def hiding_tokens(batch: Batch, prediction: Prediction) -> int | None:

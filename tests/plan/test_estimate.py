@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 
+import offloadz.plan.spec as spec_module
+from offloadz.plan import shorter
+from offloadz.plan.alike import unit_kinds
 from offloadz.plan.beside import SharedLanes
 from offloadz.plan.estimate import estimate
 from offloadz.plan.footprint import Batch
 from offloadz.plan.machine import Machine
 from offloadz.plan.ops import Op, Program
-from offloadz.plan.placement import Placement
+from offloadz.plan.placement import Placement, home_bytes
 from offloadz.plan.predict import Costs, predict, step_program
 from offloadz.plan.shapes import ParamInfo, TableInfo, make_spec
 from offloadz.plan.shared import Sharing
@@ -24,12 +27,12 @@ GIB = 1 << 30
 BOX = Machine("box", 64 * GIB, "a test", device_bytes=64 * GIB, cores=2)
 
 
-def model(blocks: int, odd: int = -1) -> ModelSpec:
+def model(blocks: int, odd: int = -1, words: int = 2048) -> ModelSpec:
     """Blocks of four matrices, the block `odd` with a wider one; a tied table; bfloat16."""
-    params = [ParamInfo("emb.weight", (2048, 512))]
+    params = [ParamInfo("emb.weight", (words, 512))]
     for i in range(blocks):
         params += [ParamInfo(f"layers.{i}.{n}.weight", (512 * (1 + (i == odd)), 512)) for n in "abcd"]
-    sizes = {"hidden_size": 512, "vocab_size": 2048, "num_attention_heads": 8}
+    sizes = {"hidden_size": 512, "vocab_size": words, "num_attention_heads": 8}
     tables, heads = [TableInfo("emb", "emb.weight")], [TableInfo("head", "emb.weight")]
     return make_spec(params, [f"layers.{i}" for i in range(blocks)], tables, heads, dtype="bfloat16", config=sizes)
 
@@ -47,6 +50,33 @@ def test_a_few_blocks_tell_of_many(tiers: tuple[str, ...], commit: str) -> None:
     for name in ("busy_s", "shared_s", "saved_s"):
         assert getattr(found, name) == pytest.approx(getattr(whole, name), rel=1e-6)
     assert found.taken_s == pytest.approx(whole.taken_s, rel=0.02)
+
+
+@pytest.mark.parametrize("commit", ["hold", "shadow"])
+def test_few_long_parts_and_tiles_tell_of_many(monkeypatch: pytest.MonkeyPatch, commit: str) -> None:
+    """Blocks of 32 parts and a table of 16 tiles: walked are 16, and 4."""
+    monkeypatch.setattr(spec_module, "PART_ELEMENTS", 1 << 15)
+    monkeypatch.setattr(shorter, "WALKED_PARTS", 16)
+    spec, batch = model(12, words=32768), Batch(2, 64, 1)
+    assert (len(spec.units[20].parts), len(spec.seats[0].units)) == (32, 4 * shorter.WALKED_TILES)
+    place = Placement("disk", "host", "disk", "device", storage="bfloat16", commit=commit, copies=2)
+    machine = replace(BOX, rates={**BOX.rates, "disk_read_parts": 1e9, "disk_write_parts": 1e9})
+    whole, found = predict(spec, place, batch, machine), estimate(spec, place, batch, machine)
+    assert len(found.program) < 0.25 * len(whole.program)
+    assert found.disk_written_bytes == pytest.approx(whole.disk_written_bytes, rel=0.02)  # small parts: lines and pages
+    assert found.step_s == pytest.approx(whole.step_s, rel=0.02)
+    assert found.busy_s == pytest.approx(whole.busy_s, rel=0.02)
+
+
+def test_sums_over_kinds_are_sums_over_units() -> None:
+    spec = model(9, odd=4)
+    assert [(k.unit.kind, k.count) for k in unit_kinds(spec)] == [("tile", 1), ("block", 8), ("block", 1)]
+    for accumulate in (False, True):
+        held = home_bytes(spec, Placement(storage="bfloat16", accumulate=accumulate))["host"]
+        assert held["parameters"] == sum(u.weight_bytes for u in spec.units)
+        assert held["optimizer"] == sum(u.state_bytes for u in spec.units)
+        sums = (u.grad_bytes(accumulate or i in spec.shared_units) for i, u in enumerate(spec.units))
+        assert held["gradients"] == sum(sums)
 
 
 def test_only_blocks_that_are_alike_stand_for_each_other() -> None:
