@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING
 
 from offloadz.plan.footprint import PHASES, TIERS
 from offloadz.plan.found import Find
+from offloadz.plan.hiding import MOST_TOKENS
 from offloadz.plan.machine import rates_told
 from offloadz.plan.search import Plan
 from offloadz.plan.timeline import read_traces, write_trace
+from offloadz.plan.waits import bottleneck_told
 from offloadz.plan.wishes import Question, question
 from offloadz.plan.words import counted, human, lasting
 
@@ -123,7 +125,7 @@ def _print_plan(asked: Question, plan: Plan) -> None:
         console.print(f"  {reason}", soft_wrap=True)
     console.print(f"  commit {plan.commit}, recipe {plan.recipe}, {counted(plan.threads, 'update thread')}")
     if plan.fits:
-        _print_times(console, plan)
+        _print_times(console, asked, plan)
 
 
 def _print_terms(console: object, plan: Plan) -> None:
@@ -134,14 +136,16 @@ def _print_terms(console: object, plan: Plan) -> None:
     console.print(f"host peak ({phase}): {text}", soft_wrap=True)  # type: ignore[attr-defined]
 
 
-def _print_times(console: object, plan: Plan) -> None:
+def _print_times(console: object, asked: Question, plan: Plan) -> None:
     busy = ", ".join(f"{lane} {s / plan.step_s:.0%}" for lane, s in (plan.busy_s or {}).items() if s)
-    hides = plan.smallest_tokens_per_step
+    told = bottleneck_told(asked.few_blocks_of(plan), plan.commit)
+    hides = plan.hiding and plan.hiding.tokens
     lines = [
-        f"step {lasting(plan.step_s)}, {plan.tokens_per_s:,.0f} tokens/s, bottleneck {plan.bottleneck}; busy: {busy}",
+        f"step {lasting(plan.step_s)}, {plan.tokens_per_s:,.0f} tokens/s, bottleneck {told}; busy: {busy}",
         *plan.wear.lines(),
-        "transfers are hidden from "
-        + (f"{hides:,} tokens a step on" if hides is not None else "no number of tokens: saved inputs move too slowly"),
+        f"transfers and updates are hidden from {hides:,} tokens a step on"
+        if hides is not None
+        else f"transfers and updates are hidden by no number of tokens a step up to {MOST_TOKENS:,}",
         _honesty(plan),
     ]
     for line in lines:

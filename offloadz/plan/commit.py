@@ -19,7 +19,7 @@ from offloadz.plan.placement import KINDS
 if TYPE_CHECKING:
     from offloadz.plan.search import Plan, Wishes
 
-TIMES = ("step_s", "tokens_per_s", "bottleneck", "busy_s", "taken_s", "wear", "smallest_tokens_per_step")
+TIMES = ("step_s", "tokens_per_s", "bottleneck", "busy_s", "taken_s", "wear", "hiding")
 """What a plan says of its steps."""
 
 LEAST_GAIN = 0.05

@@ -53,7 +53,6 @@ def _beyond(few: Prediction, more: Prediction, far: float) -> Prediction:
         busy_s=each(few.busy_s, more.busy_s),
         shared_s=each(few.shared_s, more.shared_s),
         taken_s=each(few.taken_s, more.taken_s),
-        saved_s=each(few.saved_s, more.saved_s),
         disk_read_bytes=round(grown(few.disk_read_bytes, more.disk_read_bytes)),
         disk_written_bytes=round(grown(few.disk_written_bytes, more.disk_written_bytes)),
     )

@@ -54,8 +54,6 @@ class Prediction:
     """Least seconds of what several lanes share (`shared.py`)."""
     taken_s: dict[str, float] = field(default_factory=dict)
     """Seconds that each lane is busy, slowed down by what runs beside it: what a run measures."""
-    saved_s: dict[str, float] = field(default_factory=dict)
-    """Of `busy_s` what saved inputs take, which alone grow with the tokens of a step."""
 
     @cached_property
     def timeline(self) -> Timeline:
@@ -179,44 +177,22 @@ def _start_s(rates: Mapping[str, float], lane: str) -> float:
 
 def predict(spec: ModelSpec, placement: Placement, batch: Batch, machine: Machine) -> Prediction:
     """Simulate a step, from idle lanes to idle lanes: only then is it decided, and the next one begun."""
-    program = step_program(spec, placement, batch)
-    costs = Costs(spec, placement, batch, machine)
-    box = SharedLanes({op.lane for op in program.ops}, costs, Sharing(costs).speeds)
+    program, costs = step_program(spec, placement, batch), Costs(spec, placement, batch, machine)
+    lanes, shared, step_s = simulated(program, costs)
+    taken = dict.fromkeys(LANES, 0.0)
+    taken |= {name: sum(end - start for _, start, end in lane.spans) for name, lane in lanes.items()}
+    read = sum(costs.nbytes(op) for op in program.ops if op.lane == "disk_read")
+    written = sum(costs.written_bytes(op) for op in program.ops if op.lane == "disk_write")
+    busy = dict.fromkeys(LANES, 0.0)
+    for op in program.ops:
+        busy[op.lane] += costs(op)
+    return Prediction(program, lanes, step_s, busy, read, written, shared, taken)
+
+
+def simulated(program: Program, costs: Costs) -> tuple[Mapping[str, SharedLane], dict[str, float], float]:
+    """The lanes after a walk over a program, the least seconds of what they share, and those of the step."""
+    box, shared = SharedLanes({op.lane for op in program.ops}, costs, Sharing(costs).speeds), shared_s(program, costs)
     simulate(program, box.by_name)
     box.settle()
     last_s = max((end for lane in box.by_name.values() for *_, end in lane.spans), default=0.0)
-    taken = dict.fromkeys(LANES, 0.0)
-    taken |= {name: sum(end - start for _, start, end in lane.spans) for name, lane in box.by_name.items()}
-    read = sum(costs.nbytes(op) for op in program.ops if op.lane == "disk_read")
-    written = sum(costs.written_bytes(op) for op in program.ops if op.lane == "disk_write")
-    busy, saved = dict.fromkeys(LANES, 0.0), dict.fromkeys(LANES, 0.0)
-    for op in program.ops:
-        op_s = costs(op)
-        busy[op.lane] += op_s
-        saved[op.lane] += op_s * op.verb.endswith(".x")
-    shared = shared_s(program, costs)
-    step_s = max(last_s, *shared.values(), 0.0)
-    return Prediction(program, box.by_name, step_s, busy, read, written, shared, taken, saved)
-
-
-def hiding_tokens(batch: Batch, prediction: Prediction) -> int | None:
-    """The smallest tokens per step whose computation takes as long as the busiest other lane.
-
-    Weights, gradients and state move once a step however many tokens it has; saved inputs grow with them.  None where
-    saved inputs alone take longer than the computation, so that no number of tokens hides them.
-    """
-    compute_s = prediction.busy_s["device"] / batch.tokens
-    if compute_s <= 0:
-        return None
-    found = 0
-    for lane, busy in prediction.busy_s.items():
-        if lane == "device":
-            continue
-        growing = prediction.saved_s.get(lane, 0.0) / batch.tokens
-        fixed = busy - growing * batch.tokens
-        if fixed <= 0 and growing <= compute_s:
-            continue
-        if growing >= compute_s:
-            return None
-        found = max(found, int(fixed / (compute_s - growing)) + 1)
-    return found
+    return box.by_name, shared, max(last_s, *shared.values(), 0.0)

@@ -19,10 +19,10 @@ from offloadz.plan.copies import copy_choices, linked, num_kept
 from offloadz.plan.errors import ConfigError
 from offloadz.plan.estimate import estimate
 from offloadz.plan.footprint import BASELINE_BYTES, Batch, Footprint, computation, footprint
+from offloadz.plan.hiding import Hiding
 from offloadz.plan.kept import check_recompute, graph_room, may_keep, most_kept
 from offloadz.plan.machine import Machine
 from offloadz.plan.placement import KINDS, Placement
-from offloadz.plan.predict import Prediction, hiding_tokens
 from offloadz.plan.reasons import reasons
 from offloadz.plan.recipes import Recipe
 from offloadz.plan.spec import ModelSpec
@@ -106,7 +106,7 @@ class Plan:
     taken_s: dict[str, float] | None = None
     """Seconds of work of each lane, and how long it is busy with it, slowed down by what runs beside it."""
     wear: Wear = NO_WEAR
-    smallest_tokens_per_step: int | None = None
+    hiding: Hiding | None = None
     rates_source: str = ""
     keep: int = 2  # checkpoints that stay
     recipe: str = "fp32"  # format of the optimizer's state
@@ -160,7 +160,7 @@ class Plan:
         same = (
             "fits", "smallest_change", "shortage", "step_s", "tokens_per_s", "bottleneck", "busy_s", "taken_s", "bytes",
             "peak", "limits", "limit_source", "recipe", "slots", "sweeps", "micro_batch_size", "commit", "device",
-            "threads", "smallest_tokens_per_step", "rates_source", "machine",
+            "threads", "rates_source", "machine",
         )  # fmt: skip
         found = {key: getattr(self, key) for key in same}
         found["placement"] = {kind: getattr(self.placement, kind) for kind in KINDS}
@@ -168,8 +168,8 @@ class Plan:
         found["compute"], found["storage"] = self.placement.compute, self.placement.storage
         found["copies"], found["keep"], found["linked"] = self.placement.copies, self.keep, self.linked
         found["kept_graphs"] = self.placement.kept
-        found["terms"], found["reasons"] = self.footprint.terms, list(self.reasons)
-        return found | self.wear.to_json()
+        found["smallest_tokens_per_step"] = self.hiding and self.hiding.tokens
+        return found | {"terms": self.footprint.terms, "reasons": list(self.reasons)} | self.wear.to_json()
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ def _planned(spec: ModelSpec, machine: Machine, wishes: Wishes) -> Plan:
 
 
 def _timed(plan: Plan, spec: ModelSpec, machine: Machine) -> Plan:
-    found: Prediction = estimate(spec, plan.placement, plan.batch, machine)
+    found = estimate(spec, plan.placement, plan.batch, machine)
     return replace(
         plan,
         step_s=found.step_s,
@@ -223,7 +223,7 @@ def _timed(plan: Plan, spec: ModelSpec, machine: Machine) -> Plan:
         busy_s=found.busy_s,
         taken_s=found.taken_s,
         wear=wear_of(spec, plan.placement, found.disk_written_bytes, found.step_s, machine.drive),
-        smallest_tokens_per_step=hiding_tokens(plan.batch, found),
+        hiding=Hiding(spec, plan.placement, plan.batch, machine, found.step_s, found.busy_s["device"]),
     )
 
 

@@ -31,10 +31,12 @@ from offloadz.plan.catalogue import (
     with_rates,
 )
 from offloadz.plan.errors import ConfigError
-from offloadz.plan.footprint import reading, score_copies
+from offloadz.plan.estimate import estimate
+from offloadz.plan.footprint import Batch, reading, score_copies
 from offloadz.plan.found import Find, with_found
 from offloadz.plan.headers import find_directory, model_spec, read_config
 from offloadz.plan.machine import DeviceFacts, Drive, Machine, compute_dtype, probe_machine
+from offloadz.plan.placement import Placement
 from offloadz.plan.positions import positions_note
 from offloadz.plan.predict import Prediction, predict
 from offloadz.plan.recipes import recipe_of
@@ -73,8 +75,15 @@ class Question:
 
     def step_of(self, plan: Plan) -> Prediction:
         """A steady step of an answer, on each of its ranks, walked over all blocks."""
+        return predict(*self._simulated(plan))
+
+    def few_blocks_of(self, plan: Plan) -> Prediction:
+        """The same from a walk over some of the blocks."""
+        return estimate(*self._simulated(plan))
+
+    def _simulated(self, plan: Plan) -> tuple[ModelSpec, Placement, Batch, Machine]:
         share, placement = plan.placement.share, replace(plan.placement, commit=plan.commit)
-        return predict(self.spec.shared_by(share), placement, plan.batch, for_each(self.machine, share.ranks))
+        return self.spec.shared_by(share), placement, plan.batch, for_each(self.machine, share.ranks)
 
 
 def question(

@@ -1,0 +1,123 @@
+"""From how many tokens a step on the computation hides all else: updates, transfers and waits.
+
+More rows are more work for the device, while weights, gradients and state move once a step.  A step of any number of
+rows is simulated as `estimate` does it (`shorter.py`); a program with one micro-batch stands for all sizes, its ops
+taking as long as those of all micro-batches of a sweep.  The trade-off: placement and micro-batch stay those of the
+plan, where a plan for that many rows may find better ones; of kept graphs there are as many as the same memory holds,
+and where some blocks keep theirs each backward counts as shorter by that share.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from offloadz.plan.footprint import Batch
+from offloadz.plan.machine import Machine
+from offloadz.plan.ops import Op, Program
+from offloadz.plan.placement import Placement
+from offloadz.plan.predict import Costs, simulated, step_program
+from offloadz.plan.shorter import equal_blocks, shorter, walked
+from offloadz.plan.spec import ModelSpec
+
+HIDDEN = 1.05
+"""All is hidden where a step takes at most this many times the seconds of its computation."""
+
+MOST_TOKENS = 1 << 24
+"""Tokens a step beyond which nobody looks."""
+
+CLOSE = 0.03
+"""Share by which the answer may be above the least; below thirty rows it is exact."""
+
+
+@dataclass(frozen=True, repr=False)
+class Hiding:
+    """A plan's step: `step_s` and the seconds of its computation."""
+
+    spec: ModelSpec
+    placement: Placement
+    batch: Batch
+    machine: Machine
+    step_s: float
+    device_s: float
+
+    @cached_property
+    def tokens(self) -> int | None:
+        """The least tokens a step, over all ranks and in whole rows of `batch.length`, that hide all else; None where
+        `MOST_TOKENS` do not.  Sought when it is asked for."""
+        if self.device_s <= 0:
+            return None
+        step, unit = _Step(self.spec, self.placement, self.batch, self.machine), self.batch.sweeps * self.batch.length
+        rows, most, lack_s = self.batch.rows_per_sweep, MOST_TOKENS // unit, self.step_s - HIDDEN * self.device_s
+        if lack_s <= 0:
+            found = _between(step, 0, rows, 0.0, lack_s)
+        else:  # each row more is hidden, or none is
+            enough = min(rows + int(lack_s / ((HIDDEN - 1) * self.device_s / rows)) + 1, max(most, rows + 1))
+            other_s = step.lack_s(enough)
+            found = _between(step, rows, enough, lack_s, other_s) if other_s <= 0 else 0
+        return found * unit * self.placement.share.ranks if found else None
+
+
+def _between(step: _Step, low: int, high: int, low_s: float, high_s: float) -> int:
+    """The least rows that hide all, of which `low` are too few and `high` enough; with what they lack."""
+    while high - low > max(1.0, CLOSE * low):
+        guess = low + int((high - low) * low_s / (low_s - high_s)) if low else high // 2
+        middle = min(max(guess, low + 1), high - 1)
+        lack_s = step.lack_s(middle)
+        if lack_s > 0:
+            low, low_s, high_s = middle, lack_s, high_s / 2  # so that neither end stays where it is
+        else:
+            high, low_s, high_s = middle, low_s / 2, lack_s
+    return high
+
+
+class _Step:
+    """Steps of any number of rows under one placement."""
+
+    def __init__(self, spec: ModelSpec, placement: Placement, batch: Batch, machine: Machine) -> None:
+        self.spec, self.placement, self.batch, self.machine = spec, placement, batch, machine
+        self.programs: dict[tuple[int, int], Program] = {}
+        few, more = walked(spec)
+        far = (equal_blocks(spec)[1] - few) / (more - few)
+        self.shares = (1 - far, far) if len(shorter(spec)) > 1 else (1.0,)
+
+    def lack_s(self, rows: int) -> float:
+        """Seconds that a step of so many rows a sweep is longer than its computation may be."""
+        batch = replace(self.batch, rows=rows * self.batch.sweeps)
+        seats = len(self.spec.unfolding_seats)
+        kept = min(seats, self.placement.kept * self.batch.rows / batch.rows)
+        whole, lack_s = seats if kept == seats else 0, 0.0
+        place = replace(self.placement, kept=whole)
+        for share, part in zip(self.shares, shorter(self.spec), strict=True):
+            program = self.program(part, place, batch)
+            costs = _Merged(part, place, batch, self.machine, 0.0 if whole else kept / max(1, seats))
+            found_s = simulated(program, costs)[2]
+            lack_s += share * (found_s - HIDDEN * sum(costs(op) for op in program.ops if op.lane == "device"))
+        return lack_s
+
+    def program(self, spec: ModelSpec, placement: Placement, batch: Batch) -> Program:
+        """A step with one micro-batch a sweep, whatever its size."""
+        key = (len(spec.units), placement.kept)
+        if key not in self.programs:
+            self.programs[key] = step_program(spec, placement, replace(batch, micro_rows=batch.rows_per_sweep))
+        return self.programs[key]
+
+
+class _Merged(Costs):
+    """Costs of ops that stand for those of all micro-batches of a sweep; `kept`: share of blocks that keep graphs."""
+
+    def __init__(self, spec: ModelSpec, placement: Placement, batch: Batch, machine: Machine, kept: float) -> None:
+        super().__init__(spec, placement, batch, machine)
+        self.each = Costs(spec, placement, batch, machine)
+        self.many, self.kept = batch.rows_per_sweep / min(batch.micro_rows, batch.rows_per_sweep), kept
+
+    def __call__(self, op: Op) -> float:
+        shorter = self.kept / 4 if op.verb == "backward" and op.unit >= 0 else 0.0  # a forward of it and three more
+        return self.each(op) * self.times(op) * (1 - shorter)
+
+    def nbytes(self, op: Op) -> int:
+        return round(self.each.nbytes(op) * self.times(op))
+
+    def times(self, op: Op) -> float:
+        """Ops that one of the merged program stands for; a table is looked up for all micro-batches at once."""
+        return self.many if op.micro >= 0 and self.spec.seats[op.seat].kind != "table" else 1.0
