@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tiny import tables
 
+import offloadz.train.loop as loop
 from offloadz.bench import first
 from offloadz.bench.rounds import Sizes
-from offloadz.config import Config, load_config
+from offloadz.config import Config, config_from_tables, load_config
 from offloadz.plan.boxes import bench_file
 from offloadz.plan.machine import UNVERIFIED
 from offloadz.plan.ops import LANES
 from offloadz.plan.wishes import question
+from offloadz.report.page import render
+from offloadz.report.read import read_run
 from offloadz.train.closing import CHECKED_STEPS, PlanCheck, difference
+from offloadz.train.metrics import METRICS, read_metrics
 
 PHASES = {"data": 50 << 20, "load": 60 << 20, "step": 100 << 20, "save": 70 << 20, "export": 500 << 20}
 PLAN: dict[str, Any] = {
@@ -86,6 +93,25 @@ def test_a_difference_is_told_as_a_factor_where_a_percentage_would_say_little(
 
 def test_a_plan_without_enough_steady_steps_says_nothing(tmp_path: Path) -> None:
     assert said(tmp_path, [line(step) | {"skipped": step > 4} for step in range(1, 25)]) == []
+
+
+def test_a_run_closes_the_loop_by_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """21 real steps: the line, plan.json and the page of the run hold what was measured beside what was planned."""
+    told = tables(tmp_path, train__steps=CHECKED_STEPS + 1, train__save_every=0, optimizer__warmup=0)
+    assert loop.train(config_from_tables(told, training=True)) == 0
+    lines = read_metrics(tmp_path / "run" / METRICS)
+    usual = [one["step_s"] for one in lines[1:CHECKED_STEPS]]
+    plan = json.loads((tmp_path / "run/plan.json").read_text())
+    found = plan["measured"]
+    assert (found["at_step"], found["num_steps"], found["step_s"]) == (CHECKED_STEPS, len(usual), median(usual))
+    assert found["left_s"] == found["step_s"] and plan["step_s"] > 0
+    assert found["figures"]["host memory"] == max(one["bytes"]["host_peak"] for one in lines[:CHECKED_STEPS])
+    words = r"plan: (right|off) so far: a step takes (\S+) s \((\S+) s planned"
+    (said,) = re.findall(words, capsys.readouterr().out)
+    off = bool({"step time", "host memory"} & set(found["off"]))
+    assert said == ("off" if off else "right", f"{found['step_s']:.3g}", f"{plan['step_s']:.3g}")
+    page = render(read_run(tmp_path / "run"))
+    assert f"A step took {median([*usual, lines[-1]['step_s']]):.3g} s (median of {CHECKED_STEPS})" in page
 
 
 @pytest.fixture

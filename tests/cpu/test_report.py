@@ -1,7 +1,7 @@
 """`offloadz report`: a page that stands alone, tells the run's own numbers, and copes with what runs leave behind.
 
 The run is a real one with everything on disk, stopped by a signal and gone on with.  What a browser makes of the page
-is looked at with `-m full`, where chromium is installed.
+is looked at where chromium or chrome is on the path.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from offloadz.train.progress import Display
 PROMPT = "w3 w24"
 CHARTS = {"loss", "lr", "norm", "step-time", "lanes", "timeline", "measured", "speed", "memory-host", "memory-disk"}
 ROOT = Path(__file__).parents[2]
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), "")
 
 
 class Read(HTMLParser):
@@ -446,8 +447,7 @@ def test_bytes_held_are_those_of_files_each_once(tmp_path: Path) -> None:
     assert held_bytes(tmp_path / "none") == 0
 
 
-@pytest.mark.full
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed")
+@pytest.mark.skipif(not BROWSER, reason="neither chromium nor chrome is on the path")
 @pytest.mark.parametrize("width", [390, 1280])
 def test_a_browser_shows_it_without_scrolling_sideways(page: str, tmp_path: Path, width: int) -> None:
     """In a frame as wide as a phone: nothing sticks out, nothing was loaded, every chart has a size."""
@@ -461,7 +461,7 @@ def test_a_browser_shows_it_without_scrolling_sideways(page: str, tmp_path: Path
         "told.textContent = JSON.stringify([width, Math.min(...charts), charts.length, loads])"
         "}</script>"
     )
-    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}",
+    command = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}",
                "--window-size=1400,900", "--virtual-time-budget=5000", "--dump-dom", frame.as_uri()]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=200)
     told = re.search(r'<p id="told">(\[.*?\])</p>', done.stdout)
