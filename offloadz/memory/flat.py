@@ -88,6 +88,11 @@ def padded_sections(unit: Unit, buffer: Tensor) -> list[Tensor]:
     ]
 
 
+def trained_of(unit: Unit, sections: list[Tensor]) -> list[Tensor]:
+    """Those of a unit's sections that are trained."""
+    return [held for s, held in zip(unit.sections, sections, strict=True) if s.trainable]
+
+
 def padded_slopes(unit: Unit, buffer: Tensor) -> list[Tensor]:
     """All shards of each trained section of an fp32 gradient slot, padding included."""
     sized = zip(unit.sections, unit.slope_offsets, unit.padded_elements, strict=True)

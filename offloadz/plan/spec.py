@@ -202,6 +202,11 @@ class Unit:
         return self.own_parts if self.share.stage == 3 else tuple(range(len(self.parts)))
 
     @cached_property
+    def trainable_parts(self) -> tuple[int, ...]:
+        """Parts that some rank updates."""
+        return tuple(k for k, part in enumerate(self.parts) if self.sections[part.section].trainable)
+
+    @cached_property
     def trained_parts(self) -> tuple[int, ...]:
         """Parts with optimizer state here."""
         return tuple(k for k in self.own_parts if self.sections[self.parts[k].section].trainable)
@@ -209,9 +214,7 @@ class Unit:
     @cached_property
     def summed_parts(self) -> tuple[int, ...]:
         """Parts of which a sum of gradients is kept while further terms may come."""
-        if not self.share.sums_whole:
-            return self.trained_parts
-        return tuple(k for k, part in enumerate(self.parts) if self.sections[part.section].trainable)
+        return self.trainable_parts if self.share.sums_whole else self.trained_parts
 
     @cached_property
     def weight_offsets(self) -> tuple[int, ...]:

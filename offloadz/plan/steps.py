@@ -108,7 +108,7 @@ def build(
             script.finish(phase.tables)
         elif isinstance(phase, Spread):
             for unit in range(len(spec.units)):
-                script.spread(unit)
+                script.spread(unit, filled=True)
         else:
             script.updates(tuple(script.pending))
     script.apply()

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from offloadz.plan.ops import Op
 from offloadz.plan.placement import Placement
-from offloadz.plan.spec import ModelSpec
+from offloadz.plan.spec import ITEM_BYTES, ModelSpec
 
 NORM = "norm@live"
 """The global norm of a step: decided once all gradients are home, read by every update."""
@@ -130,28 +130,31 @@ class Upkeep:
                 self.put_back("p", whole, self.placement.part_route, unit, part, owner.parts[part].weight_bytes)
             self.updated[unit] = whole
 
-    def spread(self, unit: int, slot: tuple[str, ...] = ()) -> None:
+    def spread(self, unit: int, slot: tuple[str, ...] = (), filled: bool = False) -> None:
         """Give the weights of this rank's shards to all, and take theirs, where weights are whole at rest.
 
-        `slot`: the host slot they were updated in, if they were.
+        `slot`: the host slot they were updated in, if they were.  `filled`: frozen sections too, which change only by
+        being filled.
         """
         if not self.placement.share.spreads:
             return
         owner, tier = self.spec.units[unit], self.placement.parameters
-        own = tuple(f"w{unit}.{k}@{tier}" for k in owner.own_parts)
-        every = self.home("w", unit, tier)
-        coming = self.from_others(owner.weight_bytes)
+        moving = tuple(range(len(owner.parts))) if filled else owner.trainable_parts
+        own = tuple(k for k in moving if k in owner.own_parts)
+        others = tuple(k for k in moving if k not in own)
+        mine, theirs = (tuple(f"w{unit}.{k}@{tier}" for k in some) for some in (own, others))
+        sized = zip(owner.padded_elements, owner.sections, strict=True)
+        whole_bytes = sum(n * ITEM_BYTES[s.dtype] for n, s in sized if s.trainable or filled)
+        verb, coming = "spread.w.all" if filled else "spread.w", self.from_others(whole_bytes)
         if tier != "disk":
-            self.emit("net", "spread.w", reads=own, writes=every, unit=unit, nbytes=coming)
+            self.emit("net", verb, reads=mine, writes=(*mine, *theirs), unit=unit, nbytes=coming)
             return
-        own_bytes = sum(owner.parts[k].weight_bytes for k in owner.own_parts)
         if not slot:
-            slot = (f"w{unit}@host",)
-            self.emit("disk_read", "load.own", reads=own, writes=slot, unit=unit, nbytes=own_bytes)
-        self.emit("net", "spread.w", reads=slot, writes=slot, unit=unit, nbytes=coming)
-        others = tuple(place for place in every if place not in own)
-        left_bytes = sum(part.weight_bytes for part in owner.parts) - own_bytes
-        self.emit("disk_write", "store.others", reads=slot, writes=others, unit=unit, nbytes=left_bytes)
+            slot, own_bytes = (f"w{unit}@host",), sum(owner.parts[k].weight_bytes for k in own)
+            self.emit("disk_read", "load.own", reads=mine, writes=slot, unit=unit, nbytes=own_bytes)
+        self.emit("net", verb, reads=slot, writes=slot, unit=unit, nbytes=coming)
+        left_bytes = sum(owner.parts[k].weight_bytes for k in others)
+        self.emit("disk_write", "store.others", reads=slot, writes=theirs, unit=unit, nbytes=left_bytes)
 
     def from_others(self, nbytes: int) -> int:
         """Of the bytes of all shards, those that come over the net."""

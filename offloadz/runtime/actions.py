@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from offloadz.memory.flat import DTYPES, padded_sections, padded_slopes, shards_at_rest, spans, typed
+from offloadz.memory.flat import DTYPES, padded_sections, padded_slopes, shards_at_rest, spans, trained_of, typed
 from offloadz.plan.ops import Op
 from offloadz.plan.spec import aligned
 from offloadz.runtime import native
@@ -129,11 +129,20 @@ def gather_w(room: Room, op: Op) -> None:
 
 
 def spread_w(room: Room, op: Op) -> None:
-    """The shards that this rank has updated to all, theirs into their places among the weights at rest."""
+    """The shards that this rank has updated to all, theirs into their places; frozen sections are as they were."""
     unit = room.spec.units[op.unit]
     held = room.resting("w", op.unit, op.writes)
-    for whole, own in zip(padded_sections(unit, held), shards_at_rest(unit, held), strict=True):
-        room.ranks.gather(whole, own, f"{op.verb} of {unit.name}")
+    whole, own = trained_of(unit, padded_sections(unit, held)), trained_of(unit, shards_at_rest(unit, held))
+    for section, shard in zip(whole, own, strict=True):
+        room.ranks.gather(section, shard, f"{op.verb} of {unit.name}")
+
+
+def spread_all(room: Room, op: Op) -> None:
+    """The shards that this rank has filled to all, theirs into their places among the weights at rest."""
+    unit = room.spec.units[op.unit]
+    held = room.resting("w", op.unit, op.writes)
+    for section, shard in zip(padded_sections(unit, held), shards_at_rest(unit, held), strict=True):
+        room.ranks.gather(section, shard, f"{op.verb} of {unit.name}")
 
 
 def scatter_g(room: Room, op: Op) -> None:
@@ -232,6 +241,7 @@ ACTIONS: dict[str, Callable[[Room, Op], None]] = {
     "seed.g": seed_g,
     "gather.w": gather_w,
     "spread.w": spread_w,
+    "spread.w.all": spread_all,
     "load.own": load_parts,
     "store.others": store_parts,
     "scatter.g": scatter_g,

@@ -105,6 +105,22 @@ def test_as_many_bytes_cross_as_in_the_paper(nursery: Nursery, tmp_path: Path, s
         assert per_step / (num / 2) == pytest.approx(times, rel=0.02), (a["sent"], b["sent"])
 
 
+@pytest.mark.parametrize(("stage", "tier"), ((1, "host"), (2, "disk")))
+def test_frozen_weights_are_not_sent(nursery: Nursery, tmp_path: Path, swap: Path, stage: int, tier: str) -> None:
+    """Of blocks that are frozen in part, and of which every rank has read its shards at the start."""
+    freeze, wide = ["*.up_proj.*", "*.gate_proj.*"], {"intermediate_size": 12000}
+    how = {"changes": wide, "zero_stage": stage, "freeze": freeze, "parameters": tier, "swap": str(swap)}
+    few, more = (nursery.run(2, "train", tmp_path / str(n), steps=n, **how) for n in (2, 5))
+    with offloadz.offload(tiny("llama", **wide), offloadz.AdamW(lr=1e-3), freeze=freeze) as run:
+        wanted = train(run, batches(5, 4))
+        num = sum(p.numel() for p in run.model.parameters() if p.requires_grad)
+    for a, b in zip(few, more, strict=True):
+        per_step = (sum(b["sent"].values()) - sum(a["sent"].values())) / 3
+        assert per_step / (num / 2) == pytest.approx(2, rel=0.02), (a["sent"], b["sent"])
+    found = Outcome(more[0]["losses"], more[0]["norms"], merged(more, "weights"))
+    assert_close(found, wanted, start_of(tiny("llama", **wide)))
+
+
 @pytest.mark.parametrize("tier", ("host", "disk"))
 @pytest.mark.parametrize(("stage", "cut"), ((0, ""), (1, "sg"), (2, "sg"), (3, "wsg")))
 def test_bytes_at_rest_are_those_of_the_formulas(
