@@ -1,4 +1,5 @@
-// A bad drive, for tests: loaded with LD_PRELOAD, it spoils calls on files below $SHIM_DIR as $SHIM_MODE says.
+// A bad drive, for tests: loaded with LD_PRELOAD, it spoils calls on the swap files, checkpoints and exports below
+// $SHIM_DIR as $SHIM_MODE says.
 //
 //   short_write, short_read   every second call moves half of what was asked
 //   crumb_write, crumb_read   every call moves 512 bytes
@@ -44,7 +45,7 @@ static int ours(int fd) {
   ssize_t n = readlink(link, path, sizeof path - 1);
   if (n <= 0) return 0;
   path[n] = 0;
-  return below(path) && (strstr(path, "/state/") || strstr(path, "/scratch/"));
+  return below(path) && (strstr(path, "/state/") || strstr(path, "/scratch/") || strstr(path, ".safetensors"));
 }
 
 static int mode_is(const char *name) {
