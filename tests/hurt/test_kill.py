@@ -1,8 +1,8 @@
 """Runs that are killed at any moment and started again by the same command.  Case G14, kind K14; G04 in part.
 
 Every run goes on from the last flip or the newest valid checkpoint, at most a step that was told of is done again, the
-result is that of a run that nobody killed, each step stands in the metrics once, and nothing is left over.
-`benchmarks/kills.py` does the same fifty times.
+result is that of a run that nobody killed, each step stands in the metrics once, and nothing is left over.  With `-m
+full` fifty times; `benchmarks/kills.py` does it to a configuration of one's own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from offloadz.memory.record import read_saved
 from offloadz.model.linked import SavedState
 from offloadz.train.metrics import read_metrics
 
-STEPS, INTERVAL, KILLS = 16, 2, 5
+STEPS, INTERVAL = 16, 2
 TIMES = ("step_s", "busy_s", "wait_s", "bottleneck", "bytes", "tokens_per_s", "predicted_step_s")
 
 
@@ -64,28 +64,44 @@ def resumed_step(log: str) -> int:
     return int(found[1]) if found else 0
 
 
-def test_killed_at_random_and_started_again(folder: Path, config: Path, whole: Path, zygote: Zygote) -> None:
-    output, source, reached, flips = folder / "run", random.Random(14), 0, 0
-    command = ["train", str(config), f"train.output={output}"]
-    for attempt in range(KILLS + 1):
-        child = zygote.start(command, folder / f"{attempt}.log")
-        if attempt < KILLS:
+@pytest.mark.parametrize("kills", [5, pytest.param(50, marks=pytest.mark.full)])
+def test_killed_at_random_and_started_again(
+    folder: Path, config: Path, whole: Path, zygote: Zygote, kills: int
+) -> None:
+    """Where a run comes to its end before it is killed, the kills that are left go to a new one."""
+    output, source, left = folder / f"run{kills}", random.Random(14), kills
+    reached = flips = num_finished = 0
+    while left or output.exists() or not num_finished:
+        child = zygote.start(["train", str(config), f"train.output={output}"], folder / "attempt.log")
+        if left:
             # Counted from a place in the run, so that slow machines kill in as many places as fast ones.
             aim = last_step(output) + source.randint(0, 5)
             child.until(lambda aim=aim: last_step(output) >= aim or (output / "finished.json").exists())
             time.sleep(source.random() * 0.15)
             child.kill(signal.SIGKILL)
         status, log = child.wait(), child.log.read_text()
-        assert status == (0 if attempt == KILLS else -9), log
+        assert status in (0, -9) and (left or status == 0), log
+        left -= status == -9
         resumed = resumed_step(log)
-        if "resume:" in log or attempt == KILLS:  # it came so far
-            assert resumed >= reached - 1, f"attempt {attempt} went back from {reached} to {resumed}\n{log}"
+        finished = (output / "finished.json").exists()
+        if "resume:" in log or finished:  # it came so far
+            assert resumed >= reached - 1, f"with {left} kills left it went back from {reached} to {resumed}\n{log}"
             flips += "going on from the state on disk" in log
         reached = last_step(output)
-    assert numbers(output) == numbers(whole)
-    assert same_state(output, whole)
-    assert {p.name for p in (output / "checkpoints").iterdir()} == {p.name for p in (whole / "checkpoints").iterdir()}
-    assert not list((folder / "swap").iterdir()) and flips
+        if finished:
+            require_same_run(output, whole)
+            assert status == -9 or not list((folder / "swap").iterdir())  # the kill may come while it is cleaned
+            shutil.rmtree(output)
+            shutil.rmtree(folder / "swap")
+            reached, num_finished = 0, num_finished + 1
+    assert flips
+
+
+def require_same_run(one: Path, other: Path) -> None:
+    """All that two runs left is equal."""
+    assert numbers(one) == numbers(other)
+    assert same_state(one, other)
+    assert {p.name for p in (one / "checkpoints").iterdir()} == {p.name for p in (other / "checkpoints").iterdir()}
 
 
 def same_state(one: Path, other: Path) -> bool:
