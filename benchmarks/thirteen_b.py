@@ -1,12 +1,15 @@
 """A model far larger than memory: two optimizer steps of a 13B on two cores, everything on the drive.
 
     python benchmarks/thirteen_b.py --swap DIR [--config FILE] [--state int8-sr] [--commit in_place] [--tokens 128]
-        [--steps 2] [--host-memory 6GiB] [--limit 3GiB] [--json]
+        [--steps 2] [--host-memory 6GiB] [--disk 55GB] [--limit 3GiB] [--json]
 
 Random weights of a Llama-2-13B shape (or of any config.json) are streamed to the drive; nothing of the size of the
 model is ever in memory.  By default moments are 8-bit and updated in place, which needs 4 bytes a parameter on the
 drive (about 55 GB) and cannot clip; `--commit hold` clips at 1.0.  `--limit` runs it inside a memory control group of
-that size (as root), which ends the process where it is overstepped.  Prints plan beside measured.
+that size (as root; v1 or v2), which ends the process where it is overstepped.  Prints plan beside measured.
+
+Exit status 1, and a line, where peak resident memory was above `--host-memory` or `--limit`, or the drive held more
+than `--disk`.
 """
 
 from __future__ import annotations
@@ -14,12 +17,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from offloadz.plan.words import parse_bytes
 
 LLAMA_2_13B = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 5120, "intermediate_size": 13824,
@@ -32,15 +38,22 @@ OPENLLAMA_3B = LLAMA_2_13B | {
     "num_key_value_heads": 32, "max_position_embeddings": 2048, "rms_norm_eps": 1e-6,
 }  # fmt: skip
 SHAPES = {"llama-2-13b": LLAMA_2_13B, "openllama-3b": OPENLLAMA_3B}
-GROUPS = Path("/sys/fs/cgroup/memory")
+GROUPS = Path("/sys/fs/cgroup")
 
 
 def main() -> None:
     args = arguments()
     if not args.inside:
-        raise SystemExit(in_a_process(args))
+        status = in_a_process(args)
+        if args.limit and status == -signal.SIGKILL:
+            say(f"overstepped: killed for more memory than --limit {args.limit} allows")
+        raise SystemExit(status if status >= 0 else 1)
     shown = trained(args)
     print(json.dumps(shown) if args.json else "\n".join(f"{key}: {value}" for key, value in shown.items()))
+    lines = overstepped(shown, args)
+    for line in lines:
+        say(line)
+    raise SystemExit(bool(lines))
 
 
 def arguments() -> argparse.Namespace:
@@ -52,7 +65,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--steps", type=int, default=2)
-    parser.add_argument("--host-memory", default="6GiB")
+    parser.add_argument("--host-memory", default="6GiB", help="what the plan may use, and resident memory may reach")
+    parser.add_argument("--disk", default="", help="most that may be held on the drive")
     parser.add_argument("--limit", default="", help="size of a memory control group to run in")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true")
@@ -64,12 +78,11 @@ def in_a_process(args: argparse.Namespace) -> int:
     command = [sys.executable, __file__, *sys.argv[1:], "--inside"]
     if not args.limit:
         return subprocess.run(command, check=False).returncode
-    from offloadz.plan.words import parse_bytes
-
-    group = GROUPS / f"offloadz-{os.getpid()}"
+    parent, file = memory_groups(GROUPS)
+    group = parent / f"offloadz-{os.getpid()}"
     group.mkdir()
     try:
-        (group / "memory.limit_in_bytes").write_text(str(parse_bytes(args.limit)))
+        (group / file).write_text(str(parse_bytes(args.limit)))
         enter = f'echo $$ > {group}/cgroup.procs && exec "$@"'
         return subprocess.run(["sh", "-c", enter, "sh", *command], check=False).returncode
     finally:
@@ -81,12 +94,30 @@ def in_a_process(args: argparse.Namespace) -> int:
                 time.sleep(0.1)
 
 
+def memory_groups(root: Path) -> tuple[Path, str]:
+    """Where groups of memory are made, and the file of a group that holds its limit; v2 has them switched on first."""
+    if not (root / "cgroup.controllers").is_file():
+        return root / "memory", "memory.limit_in_bytes"
+    (root / "cgroup.subtree_control").write_text("+memory")
+    return root, "memory.max"
+
+
+def overstepped(shown: dict[str, Any], args: argparse.Namespace) -> list[str]:
+    """A line for each stated limit that was not kept."""
+    limits = (("peak_rss_bytes", "--host-memory", args.host_memory), ("peak_rss_bytes", "--limit", args.limit),
+              ("disk_bytes", "--disk", args.disk))  # fmt: skip
+    return [
+        f"overstepped: {key} is {shown[key]:,}, {option} {most} allows {parse_bytes(most):,}"
+        for key, option, most in limits
+        if most and shown[key] > parse_bytes(most)
+    ]
+
+
 def trained(args: argparse.Namespace) -> dict[str, Any]:
     """Build, step, measure."""
     import torch
 
     import offloadz
-    from offloadz.plan.words import parse_bytes
 
     shape = SHAPES.get(args.config) or json.loads(Path(args.config).read_text())
     began = time.monotonic()
