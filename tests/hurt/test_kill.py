@@ -64,7 +64,7 @@ def resumed_step(log: str) -> int:
     return int(found[1]) if found else 0
 
 
-@pytest.mark.parametrize("kills", [5, pytest.param(50, marks=pytest.mark.full)])
+@pytest.mark.parametrize("kills", [5, pytest.param(50, marks=[pytest.mark.full, pytest.mark.timeout(1800)])])
 def test_killed_at_random_and_started_again(
     folder: Path, config: Path, whole: Path, zygote: Zygote, kills: int
 ) -> None:
