@@ -2,7 +2,7 @@
 
 A block of the usual make (norms, attention with rotary positions, a gated feed-forward) over one row of tokens, with
 gradients that are added to.  Few tokens are measured besides many, because weights have to be read for any number of
-them.  The trade-off: one width stands for all; blocks of 768 to 2,048 lie within a tenth of each other.
+them.  The trade-off: one width stands for all; on a CPU blocks of 768 to 2,048 lie within a tenth of each other.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from offloadz.bench.compute import Rate
-from offloadz.bench.rounds import Sizes, seconds
+from offloadz.bench.rounds import seconds
 from offloadz.memory.host import map_large_blocks
+from offloadz.runtime.devices import Cpu, Device
 
 PASSES = 5
 """Products with each weight in a step: one forward, and a backward that recomputes it first."""
@@ -22,11 +23,12 @@ HEAD = 64
 class Block(nn.Module):
     """One block `hidden` wide."""
 
-    def __init__(self, hidden: int, inner: int) -> None:
+    def __init__(self, hidden: int, inner: int, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
         shapes = [(hidden, hidden)] * 4 + [(inner, hidden)] * 2 + [(hidden, inner)]
         self.weights = nn.ParameterList([torch.randn(shape).mul_(0.02) for shape in shapes])
         self.norms = nn.ModuleList([nn.RMSNorm(hidden), nn.RMSNorm(hidden)])
+        self.to(device, dtype)
         for weight in self.parameters():
             weight.grad = torch.zeros_like(weight)
 
@@ -50,17 +52,21 @@ def _turned(heads: Tensor) -> Tensor:
     return heads * 0.5 + torch.cat((-heads[..., half:], heads[..., :half]), -1) * 0.5
 
 
-def blocks(tokens: int, sizes: Sizes) -> Rate:
-    """Flop/s of a block over `tokens` tokens in float32, counted as a plan counts them."""
+def blocks(
+    tokens: int, hidden: int, inner: int, dtype: torch.dtype = torch.float32, device: Device | None = None
+) -> Rate:
+    """Flop/s of a block over `tokens` tokens in `dtype`, counted as a plan counts them, on a `device` or the host."""
+    on = device or Cpu()
     map_large_blocks()
-    block = Block(sizes.hidden, sizes.inner)
-    hidden = torch.randn(1, tokens, sizes.hidden)
-    elements = sum(weight.numel() for weight in block.parameters()) + 2 * tokens * sizes.hidden
+    block = Block(hidden, inner, on.torch, dtype)
+    states = torch.randn(1, tokens, hidden).to(on.torch, dtype)
+    elements = sum(weight.numel() for weight in block.parameters()) + 2 * tokens * hidden
 
     def work() -> None:
         with torch.no_grad():
-            block(hidden)
-        out = block(hidden.detach().requires_grad_())
-        torch.autograd.backward([out], [hidden])
+            block(states)
+        out = block(states.detach().requires_grad_())
+        torch.autograd.backward([out], [states])
+        on.ask(out[0, 0, :1])
 
     return lambda: 2 * PASSES * tokens * elements / seconds(work)

@@ -1,8 +1,8 @@
-"""`offloadz bench`: measure this box in a minute or two, say each figure as it comes, and write a machine file.
+"""`offloadz bench`: measure this box within two minutes, say each figure as it comes, and write a machine file.
 
 The order is from what needs an idle machine most (products, memory) to what takes longest (drives).  The trade-off:
-each figure is taken with everything else at rest but for `memory_shared` and a drive's `both`, so a plan has to say
-what lanes cost each other from these two.
+each figure is taken with everything else at rest but for `memory_shared`, a drive's `both` and the two ways of a
+device's bus, so a plan has to say what lanes cost each other from these.
 """
 
 from __future__ import annotations
@@ -10,18 +10,23 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from offloadz.bench import compute, drives
 from offloadz.bench.blocks import blocks
+from offloadz.bench.bus import Bus
 from offloadz.bench.machine_file import Figures, check_out, conditions, is_busy, keep, text_of, write
-from offloadz.bench.rounds import Measured, Sizes, measured, seconds
+from offloadz.bench.rounds import Measured, Sizes, fitted, measured, seconds
 from offloadz.bench.update import Update
 from offloadz.plan.errors import ConfigError
 from offloadz.plan.machine import host_limit
 from offloadz.plan.recipes import STATES
+from offloadz.plan.words import human
+from offloadz.runtime.devices import STREAMED, Device, device_named
 from offloadz.runtime.threads import update_threads
 
 DEFAULT_OUT = Path("machine.toml")
@@ -30,17 +35,20 @@ Named = tuple[str, str, str, compute.Rate]
 """Table, key, unit, and what measures a round of it."""
 
 
-def bench_command(swap: Sequence[str], out: Path | None, sizes: Sizes | None = None) -> int:
-    """Measure, print and write; 0.  Raises ConfigError for a swap path or a file that cannot be used."""
+def bench_command(swap: Sequence[str], out: Path | None, sizes: Sizes | None = None, device: Any = "auto") -> int:
+    """Measure, print and write; 0.  `device`: as `offload.device` says, or a `Device`.
+
+    Raises ConfigError for a swap path or a file that cannot be used.
+    """
     sizes, out = sizes or Sizes(), out or DEFAULT_OUT
     check_out(out)
-    text, figures, busy = bench(swap, sizes)
+    text, figures, busy = bench(swap, sizes, device)
     write(out, text)
     _say_after(figures, busy, out, keep(text))
     return 0
 
 
-def bench(swap: Sequence[str], sizes: Sizes) -> tuple[str, Figures, bool]:
+def bench(swap: Sequence[str], sizes: Sizes, told_device: Any = "auto") -> tuple[str, Figures, bool]:
     """Measure and print; the machine file, its figures, and whether the box was busy."""
     import psutil
 
@@ -53,28 +61,29 @@ def bench(swap: Sequence[str], sizes: Sizes) -> tuple[str, Figures, bool]:
     _say_before(busy, load, paths)
     figures = Figures()
     figures.facts["host"] = {"memory": host_limit().total_bytes, "cores": threads}
-    for table, key, unit, rate in _processors(sizes, threads):
-        _take(figures, table, key, unit, measured(rate, sizes.rounds), begin)
-    if torch.cuda.is_available():
-        facts = torch.cuda.get_device_properties(0)
-        figures.facts["gpu"] = {"model": facts.name, "memory": torch.cuda.mem_get_info()[0]}
-        for table, key, unit, rate in _gpu(sizes):
-            _take(figures, table, key, unit, measured(rate, sizes.rounds), begin)
-    ways = []
+    device = device_named(told_device)
+    if device.facts is not None:
+        figures.facts["gpu"] = {"model": device.facts.gpu, "memory": device.facts.free_bytes}
+    for table, key, unit, rate in chain(_processors(sizes, threads), _device(device, sizes)):
+        _take(figures, table, key, unit, measured(rate, sizes.rounds, sizes.figure_s), begin)
+    ways, extents = [], []
     for path in paths:
-        with drives.swap_path(path, sizes) as place:
-            for kind in drives.KINDS:
-                _take(figures, str(path), kind, "B/s", measured(place.rate(kind), sizes.rounds), begin)
+        most_s = sizes.drives_s / len(paths)
+        with drives.swap_path(path, fitted(sizes, drives.pace(path, sizes), most_s)) as place:
+            for kind, found in place.figures(most_s):
+                _take(figures, str(path), kind, "B/s", found, begin)
             ways.append(f"{path}: {place.tier.io_name}")
-    told = conditions(threads, busy, load) | {"io": ways, "bytes_per_swap_path": sizes.disk_bytes}
+            extents.append(f"{path}: {_told(place.sizes)}")
+    told = conditions(threads, busy, load) | {"io": ways, "extents": extents}
+    told["fewer_rounds"] = list(figures.fewer(sizes.rounds))
     told["took_s"] = round(time.perf_counter() - begin, 1)
     return text_of(figures, told, sizes.rounds), figures, is_busy(told)
 
 
 def _processors(sizes: Sizes, threads: int) -> Iterator[Named]:
     """What is measured without drives and GPUs; each is laid out when its turn comes and gone after it."""
-    yield "rates", "float32", "flop/s", blocks(sizes.tokens, sizes)
-    yield "rates", "float32_few", "flop/s", blocks(sizes.few_tokens, sizes)
+    yield "rates", "float32", "flop/s", blocks(sizes.tokens, sizes.hidden, sizes.inner)
+    yield "rates", "float32_few", "flop/s", blocks(sizes.few_tokens, sizes.hidden, sizes.inner)
     yield "rates", "eager", "flop/s", compute.products(torch.bfloat16, sizes)
     yield "rates", "memory", "B/s", compute.in_place(sizes.copy_bytes)
     yield "rates", "h2d", "B/s", compute.fetching(sizes.copy_bytes)
@@ -87,16 +96,28 @@ def _processors(sizes: Sizes, threads: int) -> Iterator[Named]:
             yield "rates", "memory_shared", "B/s", compute.together(update, sizes.copy_bytes)
 
 
+def _told(sizes: Sizes) -> str:
+    """The extents of a swap path in words."""
+    long, short = human(sizes.extent_bytes), human(sizes.part_bytes)
+    return f"{sizes.num_extents} of {long}, {sizes.num_parts} of {short}"
+
+
 def _updates(update: Update) -> compute.Rate:
     return lambda: update.count / seconds(update)
 
 
-def _gpu(sizes: Sizes) -> Iterator[Named]:
-    yield "gpu", "float32", "flop/s", compute.products(torch.float32, sizes, "cuda")
-    yield "gpu", "eager", "flop/s", compute.products(torch.bfloat16, sizes, "cuda")
-    yield "gpu", "bandwidth", "B/s", compute.in_place(sizes.copy_bytes, "cuda")
-    yield "gpu", "h2d", "B/s", compute.over_the_bus(sizes.copy_bytes, to_gpu=True)
-    yield "gpu", "d2h", "B/s", compute.over_the_bus(sizes.copy_bytes, to_gpu=False)
+def _device(device: Device, sizes: Sizes) -> Iterator[Named]:
+    """The same of a device with memory of its own."""
+    if device.unified:
+        return
+    yield "gpu", "float32", "flop/s", blocks(*sizes.on_device, torch.float32, device)
+    yield "gpu", "eager", "flop/s", blocks(*sizes.on_device, torch.bfloat16, device)
+    yield "gpu", "bandwidth", "B/s", compute.in_place(sizes.copy_bytes, device)
+    with Bus(device, sizes.copy_bytes) as bus:
+        for name in STREAMED:
+            yield "gpu", name, "B/s", bus.rate(name)
+    if torch.accelerator.is_available():
+        torch.accelerator.empty_cache()  # a plan that is made next counts what is free
 
 
 def _enough_memory(sizes: Sizes) -> None:
@@ -114,7 +135,7 @@ def _take(figures: Figures, table: str, key: str, unit: str, found: Measured, be
     figures.add(table, key, found)
     value, prefix = (found.value / 1e9, "G") if found.value < 1e12 else (found.value / 1e12, "T")
     name = f"{table}.{key}" if not table.startswith("/") else f"{table} {key}"
-    apart = f"{found.spread:.0%} apart"
+    apart = f"{found.num_rounds} rounds {found.spread:.0%} apart"
     print(f"{time.perf_counter() - begin:4.0f} s  {name:<28} {value:8.3g} {prefix}{unit}, {apart}", flush=True)
 
 

@@ -2,7 +2,7 @@
 
 Copies are made as the lanes of a run make them: bfloat16 weights are widened on their way to where a block computes,
 gradients rounded on their way home, each on one thread.  The trade-off: `products` are those of a forward pass alone;
-norms, attention and what autograd adds are in `blocks.py`, where the CPU computes.
+norms, attention and what autograd adds are in `blocks.py`.
 """
 
 from __future__ import annotations
@@ -20,26 +20,25 @@ from offloadz.bench.rounds import Sizes, seconds
 from offloadz.bench.update import Update
 from offloadz.memory.host import HostPool
 from offloadz.runtime import native
+from offloadz.runtime.devices import Device
 
 COPY_FLOATS = 1 << 20
 """A copy beside an update is stopped between pieces of this length."""
 Rate = Callable[[], float]
 
 
-def products(dtype: torch.dtype, sizes: Sizes, device: str = "cpu") -> Rate:
+def products(dtype: torch.dtype, sizes: Sizes) -> Rate:
     """Flop/s of tokens times the matrices of a block: one of attention, up and down of the feed-forward.
 
     A processor without instructions for bfloat16 can take a thousand times as long: rows are added while time is left.
     """
     shapes = [(sizes.hidden, sizes.hidden), (sizes.inner, sizes.hidden), (sizes.hidden, sizes.inner)]
-    weights = [torch.randn(shape, device=device).mul_(0.02).to(dtype) for shape in shapes]
-    inputs = {width: torch.randn(sizes.tokens, width, device=device).to(dtype) for width in (sizes.hidden, sizes.inner)}
+    weights = [torch.randn(shape).mul_(0.02).to(dtype) for shape in shapes]
+    inputs = {width: torch.randn(sizes.tokens, width).to(dtype) for width in (sizes.hidden, sizes.inner)}
 
     def multiply(tokens: int) -> None:
         for weight in weights:
             torch.nn.functional.linear(inputs[weight.shape[1]][:tokens], weight)
-        if device != "cpu":
-            torch.cuda.synchronize()
 
     tokens = 1
     while tokens < sizes.tokens and 2 * seconds(partial(multiply, tokens)) < sizes.product_s:
@@ -48,14 +47,15 @@ def products(dtype: torch.dtype, sizes: Sizes, device: str = "cpu") -> Rate:
     return lambda: flops / seconds(partial(multiply, tokens))
 
 
-def in_place(nbytes: int, device: str = "cpu") -> Rate:
-    """Bytes/s that a multiplication in place reads and writes in memory, on all of torch's threads."""
-    array = _floats(nbytes) if device == "cpu" else torch.ones(nbytes // 4, device=device)
+def in_place(nbytes: int, device: Device | None = None) -> Rate:
+    """Bytes/s that a multiplication in place reads and writes in memory, on all of torch's threads; in the memory of a
+    `device` where one is given."""
+    array = _floats(nbytes) if device is None else torch.ones(nbytes // 4, device=device.torch)
 
     def work() -> None:
         array.mul_(1.0001)
-        if device != "cpu":
-            torch.cuda.synchronize()
+        if device is not None:
+            device.ask(array[:1])
 
     return lambda: 2 * nbytes / seconds(work)
 
@@ -100,18 +100,6 @@ def together(update: Update, nbytes: int) -> Rate:
             return (update.moved_bytes + 2 * copying.result()) / took_s
 
     return both
-
-
-def over_the_bus(nbytes: int, to_gpu: bool) -> Rate:
-    """Bytes/s between page-locked memory and the GPU, one way."""
-    host, card = torch.empty(nbytes, dtype=torch.uint8).pin_memory(), torch.empty(nbytes, dtype=torch.uint8).cuda()
-    to, of = (card, host) if to_gpu else (host, card)
-
-    def work() -> None:
-        to.copy_(of, non_blocking=True)
-        torch.cuda.synchronize()
-
-    return lambda: nbytes / seconds(work)
 
 
 def _floats(nbytes: int) -> Tensor:

@@ -1,21 +1,24 @@
 """What a swap path reads, writes and does of both at once, through the tier and the back end of a run.
 
-The trade-off: the extents of one bench fit into the cache of most drives, and a drive that has to put them down for
-good can write much slower; benchmarks/disk.py with a large `--size` looks further.
+A first look with a few short extents says how many, and how long ones, there is time for.  The trade-off: the extents
+of one bench fit into the cache of most drives, and a drive that has to put them down for good can write much slower;
+benchmarks/disk.py with a large `--size` looks further.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from offloadz.bench.rounds import Sizes, seconds
+from offloadz.bench.rounds import Measured, Sizes, measured, seconds
 from offloadz.memory.disk import DiskTier, Extent
 from offloadz.memory.host import HostPool
 from offloadz.plan.errors import ConfigError, DiskFailed
@@ -23,6 +26,8 @@ from offloadz.plan.machine import disk_free
 from offloadz.runtime.transfer import transfer_for
 
 KINDS = ("read", "write", "both", "read_parts", "write_parts")
+LOOK_EXTENTS = 4
+"""Extents, as long as parts, of the first look."""
 
 
 def check_path(path: Path, sizes: Sizes) -> None:
@@ -47,7 +52,7 @@ class SwapPath:
     """The extents of a bench in one swap path, and the rates of passes over them."""
 
     def __init__(self, tier: DiskTier, sizes: Sizes, buffers: Sequence[torch.Tensor]) -> None:
-        self.tier, self._buffers = tier, buffers
+        self.tier, self.sizes, self._buffers = tier, sizes, buffers
         self._ended = False
         names = [f"bench/{number}" for number in range(sizes.num_extents)]
         self._extents = [tier.reserve("scratch", name, sizes.extent_bytes) for name in names]
@@ -59,6 +64,14 @@ class SwapPath:
         """The first writes into fresh extents, slower than any later."""
         self._pass(self.tier.write, self._extents, 0)
         self._pass(self.tier.write, self._parts, 0)
+
+    def figures(self, most_s: float) -> Iterator[tuple[str, Measured]]:
+        """Each kind with its figure, all in about `most_s`; what a kind leaves of its share the next ones have."""
+        until_s = time.monotonic() + most_s
+        self.fill()
+        for number, kind in enumerate(KINDS):
+            left_s = (until_s - time.monotonic()) / (len(KINDS) - number)
+            yield kind, measured(self.rate(kind), self.sizes.rounds, left_s)
 
     def rate(self, kind: str) -> Callable[[], float]:
         """Bytes/s of a pass; of both at once half the extents are read and the others written."""
@@ -89,9 +102,19 @@ def _length(extents: Sequence[Extent]) -> int:
     return sum(extent.nbytes for extent in extents)
 
 
+def pace(path: Path, sizes: Sizes) -> float:
+    """Bytes/s of first writes and reads of a few short extents."""
+    look = replace(sizes, num_extents=0, extent_bytes=sizes.part_bytes, num_parts=min(LOOK_EXTENTS, sizes.num_parts))
+    with swap_path(path, look) as place:
+        begin = time.perf_counter()
+        place.fill()
+        place.rate("read_parts")()
+        return 2 * look.disk_bytes / (time.perf_counter() - begin)
+
+
 @contextmanager
 def swap_path(path: Path, sizes: Sizes) -> Iterator[SwapPath]:
-    """A swap path ready to be measured; at the end, however it comes, nothing of it is left there."""
+    """A swap path ready to be written; at the end, however it comes, nothing of it is left there."""
     transfer = transfer_for(path)
     try:
         tier = DiskTier(path, transfer, owner=f"offloadz bench {os.getpid()}")
@@ -104,9 +127,7 @@ def swap_path(path: Path, sizes: Sizes) -> Iterator[SwapPath]:
         for buffer in buffers:
             buffer.random_()  # bytes that no drive can leave out
             tier.fix(buffer)
-        found = SwapPath(tier, sizes, buffers)
-        found.fill()
-        yield found
+        yield SwapPath(tier, sizes, buffers)
     except DiskFailed as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             _enough(path, sizes)  # somebody else took the room: say it plainly

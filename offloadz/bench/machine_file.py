@@ -46,6 +46,12 @@ class Figures:
         for table, figures in self.tables.items():
             yield from (f"{table}.{key} {f.spread:.0%}" for key, f in figures.items() if f.spread > WIDE_SPREAD)
 
+    def fewer(self, num_rounds: int) -> Iterator[str]:
+        """The figures for which there was less time than `num_rounds` take, with how many there are."""
+        for table, figures in self.tables.items():
+            found = {key: figure.num_rounds for key, figure in figures.items() if figure.num_rounds < num_rounds}
+            yield from (f"{table}.{key} {count}" for key, count in found.items())
+
 
 def conditions(threads: int, busy_share: float, load: float) -> dict[str, Any]:
     """Under what a bench was made; `busy_share` of the processors and `load` (average) before its first round."""
@@ -73,7 +79,7 @@ def text_of(figures: Figures, told: Mapping[str, Any], num_rounds: int) -> str:
     source = f"measured {told['date']}{busy}"
     lines = [
         f"{FIRST_LINE} on {told['date']}; plans read it by --machine FILE and offload.machine.",
-        f"# Medians of {num_rounds} rounds; [spread]: the largest less the smallest, as a share of the median.",
+        f"# Medians of {num_rounds} rounds or as [conditions] says; [spread]: from smallest to largest, as a share.",
         f"name = {to_toml(platform.node() or 'this machine')}",
         f"source = {to_toml(source)}",
     ]

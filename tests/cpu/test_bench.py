@@ -6,23 +6,31 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from offloadz.bench import command
+from offloadz.bench.blocks import blocks
+from offloadz.bench.bus import BESIDE, Bus
 from offloadz.bench.command import bench_command
 from offloadz.bench.machine_file import FIRST_LINE, Figures, conditions, text_of
-from offloadz.bench.rounds import Measured, Sizes, measured
+from offloadz.bench.rounds import LEAST_ROUNDS, Measured, Sizes, fitted, measured
 from offloadz.config import load_config
+from offloadz.memory.disk import DiskTier
 from offloadz.plan.catalogue import LANES, read_machine
 from offloadz.plan.errors import ConfigError
 from offloadz.plan.machine import TYPICAL_RATES, host_limit, probe_machine
 from offloadz.plan.wishes import question
+from offloadz.runtime.rehearsal import Rehearsal
 
 SMALL = Sizes(
     rounds=2, tokens=16, few_tokens=4, hidden=64, inner=128, product_s=0.02, elements=1 << 18, copy_bytes=2 << 20,
-    extent_bytes=2 << 20, num_extents=4, num_parts=2,
+    extent_bytes=2 << 20, num_extents=4, num_parts=2, on_device=(16, 64, 128),
 )  # fmt: skip
 CHILD = """
 import sys
@@ -73,7 +81,7 @@ def test_what_is_measured_is_what_a_plan_reads(swap: Path, tmp_path: Path, capsy
     assert found.rates_source.startswith("machine file box.toml (") and "measured 20" in found.rates_source
     assert "typical" not in found.rates_source, "all that a plan takes from it was measured"
     assert told["host"] == {"memory": host_limit().total_bytes, "cores": found.cores}
-    assert {"date", "load_before", "isa", "update_threads", "torch", "lockable", "kernel", "io"} <= set(
+    assert {"date", "load_before", "isa", "update_threads", "torch", "lockable", "kernel", "io", "extents"} <= set(
         told["conditions"]
     )
     assert told["spread"].keys() == {f"rates.{lane}" for lane in lanes} | {
@@ -82,6 +90,33 @@ def test_what_is_measured_is_what_a_plan_reads(swap: Path, tmp_path: Path, capsy
     assert all(f"{name} " in said for name in ("rates.float32", f"{other} both")), "each figure is said"
     assert not [*swap.iterdir(), *other.iterdir()]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["box.toml", "other", "swap"]
+
+
+def test_a_rehearsed_device_is_measured_with_blocks_and_both_ways_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, copied = [], []
+    monkeypatch.setattr(command, "blocks", lambda *how: made.append(how) or blocks(*how))
+    copy = Bus._copy
+    monkeypatch.setattr(Bus, "_copy", lambda bus, op: copied.append(op.lane) or copy(bus, op))
+    device = Rehearsal(bfloat16=True)
+    bench_command([], tmp_path / "box.toml", SMALL, device)
+    told = tomllib.loads((tmp_path / "box.toml").read_text())["gpu"]
+    assert told.keys() == {"model", "memory", "float32", "eager", "bandwidth", "h2d", "d2h"}
+    found = read_machine(str(tmp_path / "box.toml"), probe_machine())
+    assert all(found.rates[key] == told[key] > 0 for key in ("float32", "eager", "bandwidth", "h2d", "d2h"))
+    assert found.device_bytes == told["memory"] == 8 << 30 and not found.unified
+    assert made[2:] == [(*SMALL.on_device, dtype, device) for dtype in (torch.float32, torch.bfloat16)]
+    turns = SMALL.rounds + 1
+    assert (copied.count("h2d"), copied.count("d2h")) == (turns + BESIDE * turns,) * 2
+
+
+def test_what_the_bus_copies_arrives() -> None:
+    with Bus(Rehearsal(), 1 << 16) as bus:
+        bus._host["h2d"].fill_(7)
+        bus._card["d2h"].fill_(9)
+        assert bus.rate("h2d")() > 0 and bool((bus._card["h2d"] == 7).all()) and bool((bus._host["d2h"] == 9).all())
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("offloadz-")]
 
 
 def test_a_bench_of_this_box_changes_what_is_predicted(swap: Path, tmp_path: Path) -> None:
@@ -170,9 +205,9 @@ def test_a_drive_that_takes_no_more_is_told_and_left_clean(swap: Path, tmp_path:
 
 def test_a_busy_machine_is_told_in_the_file(tmp_path: Path) -> None:
     figures = Figures()
-    figures.add("rates", "cpu", Measured(1e9, 0.05))
-    figures.add("rates", "memory", Measured(2e10, 0.5))
-    assert list(figures.wide()) == ["rates.memory 50%"]
+    figures.add("rates", "cpu", Measured(1e9, 0.05, 6))
+    figures.add("rates", "memory", Measured(2e10, 0.5, 2))
+    assert list(figures.wide()) == ["rates.memory 50%"] and list(figures.fewer(6)) == ["rates.memory 2"]
     for busy, words in ((0.9, "on a busy machine (90% of it in use by others)"), (0.1, "")):
         path = tmp_path / "box.toml"
         path.write_text(text_of(figures, conditions(1, busy, 1.5), 5))
@@ -186,4 +221,46 @@ def test_a_busy_machine_is_told_in_the_file(tmp_path: Path) -> None:
 
 def test_a_figure_is_the_median_of_its_rounds_without_the_first() -> None:
     rates = iter([100.0, 3.0, 1.0, 2.0])
-    assert measured(lambda: next(rates), 3) == Measured(2.0, 1.0)
+    assert measured(lambda: next(rates), 3) == Measured(2.0, 1.0, 3)
+
+
+def test_a_figure_without_time_left_has_the_fewest_rounds() -> None:
+    calls: list[float] = []
+    found = measured(lambda: calls.append(1.0) or 1.0, 6, 0.0)
+    assert found.num_rounds == LEAST_ROUNDS and len(calls) == LEAST_ROUNDS + 1
+    assert measured(lambda: 1.0, 6, 3600.0).num_rounds == 6
+
+
+@pytest.mark.parametrize("num_paths", [1, 4])
+@pytest.mark.parametrize("pace", [2e7, 1e8, 2.2e8, 3e9])
+def test_a_slow_drive_moves_no_more_than_there_is_time_for(pace: float, num_paths: int) -> None:
+    sizes = Sizes()
+    most_s = sizes.drives_s / num_paths
+    fits = fitted(sizes, pace, most_s)
+    assert fits.least_bytes / pace <= 1.25 * most_s
+    if pace == 3e9:
+        assert fits == sizes
+    else:
+        assert fits.least_bytes > 0.5 * min(sizes.least_bytes, pace * most_s), "as much as there is time for"
+    least = fitted(sizes, 1.0, 1.0)
+    assert (least.num_extents, least.extent_bytes, least.num_parts) == (2, sizes.part_bytes, 2)
+
+
+def test_a_drive_without_time_is_measured_with_the_fewest_bytes_and_the_file_says_so(
+    swap: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes, moved = replace(SMALL, rounds=6, drives_s=0.0), []
+    close = DiskTier.close
+
+    def closed(tier: DiskTier) -> None:
+        moved.append((tier.bytes_written, tier.bytes_read))
+        close(tier)
+
+    monkeypatch.setattr(DiskTier, "close", closed)
+    bench_command([str(swap)], tmp_path / "box.toml", sizes)
+    part, passes = sizes.part_bytes, LEAST_ROUNDS + 1
+    assert moved[0] == (2 * part, 2 * part), "the first look"
+    assert moved[1] == (4 * part + passes * 5 * part, passes * 5 * part), "filled; and two extents, half of both, parts"
+    told = tomllib.loads((tmp_path / "box.toml").read_text())["conditions"]
+    assert told["extents"] == [f"{swap}: 2 of 2.0MiB, 2 of 2.0MiB"]
+    assert {f"{swap}.{kind} 2" for kind in LANES} <= set(told["fewer_rounds"])
