@@ -28,9 +28,11 @@ from offloadz.plan.headers import spec_from_formula
 from offloadz.plan.machine import Machine
 from offloadz.plan.placement import Placement, home_bytes
 from offloadz.plan.predict import predict
+from offloadz.plan.recipes import Recipe
 from offloadz.plan.search import Plan, Wishes, decide
 from offloadz.plan.share import Share
 from offloadz.plan.spec import ModelSpec
+from offloadz.plan.waits import FULL
 from offloadz.plan.words import human
 
 ROOT = Path(__file__).parent.parent
@@ -82,34 +84,42 @@ OTHERS = {
     "Qwen3-8B": llama(4096, 12288, 36, 32, 8, 151936, False),
     "Llama-3.1-8B": llama(4096, 14336, 32, 32, 8, 128256, False),
     "Llama-2-13B": MODELS["13B"],
+    "Qwen2.5-14B": llama(5120, 13824, 48, 40, 8, 152064, False),
+    "Qwen2.5-7B": llama(3584, 18944, 28, 28, 4, 152064, False),
 }
 PUBLISHED = (
-    ("Qwen3-14B", 8192, 0, 1259, "SlideFormer, states in memory (its GPU span only) [1]"),
-    ("Qwen3-14B", 65536, 0, 1405, "SlideFormer, states in memory [1]"),
-    ("Qwen3-8B", 65536, 0, 2398, "SlideFormer, states in memory [1]"),
-    ("Llama-3.1-8B", 8192, 0, 914, "DeepSpeed ZeRO-3, states in memory [2]"),
-    ("Llama-3.1-8B", 16384, 0, 1373, "DeepSpeed ZeRO-3, states in memory [2]"),
-    ("Llama-3.1-8B", 32768, 0, 1791, "DeepSpeed ZeRO-3, states in memory [2]"),
-    ("Llama-2-13B", 32768, 1, 481, "LoHan, states on one drive: 37.5 TFLOPS [3]"),
-    ("Llama-2-13B", 65536, 1, 901, "LoHan, states on one drive: 70.3 TFLOPS [3]"),
-    ("Llama-2-13B", 32768, 2, 824, "LoHan, states on two drives: 64.3 TFLOPS [3]"),
-    ("Llama-2-13B", 65536, 2, 1432, "LoHan, states on two drives: 111.7 TFLOPS [3]"),
+    ("Qwen3-14B", 8192, 0, "fp32", 1259, "SlideFormer, states in memory (its GPU span only) [1]"),
+    ("Qwen3-14B", 65536, 0, "fp32", 1405, "SlideFormer, states in memory [1]"),
+    ("Qwen3-8B", 65536, 0, "fp32", 2398, "SlideFormer, states in memory [1]"),
+    ("Llama-3.1-8B", 8192, 0, "fp32", 914, "DeepSpeed ZeRO-3, states in memory [2]"),
+    ("Llama-3.1-8B", 16384, 0, "fp32", 1373, "DeepSpeed ZeRO-3, states in memory [2]"),
+    ("Llama-3.1-8B", 32768, 0, "fp32", 1791, "DeepSpeed ZeRO-3, states in memory [2]"),
+    ("Llama-2-13B", 32768, 1, "fp32", 481, "LoHan, states on one drive: 37.5 TFLOPS [3]"),
+    ("Llama-2-13B", 65536, 1, "fp32", 901, "LoHan, states on one drive: 70.3 TFLOPS [3]"),
+    ("Llama-2-13B", 32768, 2, "fp32", 824, "LoHan, states on two drives: 64.3 TFLOPS [3]"),
+    ("Llama-2-13B", 65536, 2, "fp32", 1432, "LoHan, states on two drives: 111.7 TFLOPS [3]"),
+    ("Qwen2.5-14B", 524288, 0, "bf16", 1348, "LLMQ, bfloat16 products, bfloat16 states in memory [4]"),
+    ("Qwen2.5-7B", 524288, 0, "bf16", 2777, "LLMQ, bfloat16 products, bfloat16 states in memory [4]"),
 )
-"""Model, tokens a step, drives (0: all in memory), tokens/s, and who measured them on what."""
+"""Model, tokens a step, drives (0: all in memory), format of the state, tokens/s, and who measured them on what."""
+PREDICTED: dict[str, tuple[str, dict[str, Any]]] = {
+    "predicted, eager": ("eager", {}), "predicted, liger": ("liger", {}),
+    "liger, in place": ("liger", {"commit": "in_place", "clipping": False}),
+}  # fmt: skip
+"""Columns of the published runs: kernels, and how a step is committed."""
 
 
 def on_card(
-    model: dict[str, Any], tokens: int, memory_gib: int, drives: int, kernels: str = "eager", state: str = "auto"
-) -> Plan:
+    model: dict[str, Any], tokens: int, memory_gib: int, drives: int, kernels: str = "eager", state: str = "fp32",
+    **wishes: Any,
+) -> Plan:  # fmt: skip
     """The plan for a model in bfloat16 on the box with an RTX 4090, with this much memory and so many drives."""
     base = Machine("any", GIB, "the table", device_bytes=GIB)
     box = read_machine(CARD, base, [Path(f"/{n}") for n in range(max(1, drives))])
     box = dataclasses.replace(box, host_bytes=memory_gib * GIB).computing("bfloat16", kernels)
     size = box.drive.size_bytes if box.drive is not None and drives else None
-    wishes = Wishes(
-        tokens // LENGTH, LENGTH, swap=drives > 0, keep=1, linkable=True, compute="bfloat16", disk_free=size
-    )
-    return decide(spec_of(model), box, dataclasses.replace(wishes, copies=0, optimizer=state))
+    asked = {"swap": drives > 0, "keep": 1, "linkable": True, "compute": "bfloat16", "disk_free": size, "copies": 0}
+    return decide(spec_of(model).with_recipe(Recipe(state)), box, Wishes(tokens // LENGTH, LENGTH, **(asked | wishes)))
 
 
 def card_table() -> str:
@@ -123,19 +133,26 @@ def card_table() -> str:
 
 
 def speed(plan: Plan) -> str:
-    """Tokens a second and what keeps the step from being shorter."""
-    return f"{plan.tokens_per_s:,.0f} ({plan.bottleneck})" if plan.fits else "does not fit"
+    """Tokens a second and what is busy longest, with its share of the step where that is no nine tenths."""
+    if not plan.fits:
+        return "does not fit"
+    share = (plan.busy_s or {}).get(plan.bottleneck, plan.step_s) / plan.step_s
+    return f"{plan.tokens_per_s:,.0f} ({plan.bottleneck}{f' {share:.0%}' if share < FULL else ''})"
 
 
 def published_table() -> str:
     """Markdown: published runs beside what is predicted for the same model, tokens and layout."""
-    lines = ["| model | tokens a step | published, tokens/s | predicted, eager | predicted, liger | whose |",
-             "|---" * 6 + "|"]  # fmt: skip
-    for name, tokens, drives, known, whose in PUBLISHED:
-        told = (OTHERS[name], tokens, 128 if drives else 256, drives)
-        plans = [on_card(*told, kernels, "disk" if drives else "auto") for kernels in ("eager", "liger")]
-        lines.append(f"| {name} | {tokens:,} | {known:,} | {' | '.join(speed(plan) for plan in plans)} | {whose} |")
-    return "\n".join(lines)
+    heads = ("model", "tokens a step", "published, tokens/s", *PREDICTED, "whose")
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    return "\n".join([*lines, *(published_row(*run) for run in PUBLISHED)])
+
+
+def published_row(name: str, tokens: int, drives: int, state: str, known: int, whose: str) -> str:
+    """A published run beside its plans."""
+    told = (OTHERS[name], tokens, 128 if drives else 256, drives)
+    more = {"optimizer": "disk"} if drives else {}
+    plans = [on_card(*told, kernels, state, **commit, **more) for kernels, commit in PREDICTED.values()]
+    return f"| {name} | {tokens:,} | {known:,} | {' | '.join(map(speed, plans))} | {whose} |"
 
 
 def planned(model: dict[str, Any], memory_gib: int, copies: int = 0) -> Plan:

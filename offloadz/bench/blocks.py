@@ -15,8 +15,8 @@ from offloadz.bench.rounds import seconds
 from offloadz.memory.host import map_large_blocks
 from offloadz.runtime.devices import Cpu, Device
 
-PASSES = 5
-"""Products with each weight in a step: one forward, and a backward that recomputes it first."""
+PASSES = 4
+"""Products with each weight in a step: one forward, and a backward that recomputes it and makes two gradients."""
 HEAD = 64
 
 

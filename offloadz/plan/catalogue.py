@@ -2,9 +2,10 @@
 
 Every figure may name its source (`{ value = 7.0e9, source = "..." }`, else the `source` of its table or of the file);
 without one it counts as typical and unverified.  A box may name parts of the catalogue (a GPU, its link, memory,
-drives): their figures hold where the file has none of its own.  What a file leaves out is taken from this box.  Left to
-others: what this box has (`machine.py`), and whether a run may use a file's limits (`wishes.py`).  The trade-off: a box
-has one GPU, because plans for several are not built.
+drives): their figures hold where the file has none of its own.  What several lanes get of memory and drives at once
+follows from what one gets alone, by typical shares, where a file does not tell it.  What else a file leaves out is
+taken from this box.  Left to others: what this box has (`machine.py`), and whether a run may use a file's limits
+(`wishes.py`).  The trade-off: a box has one GPU, because plans for several are not built.
 """
 
 from __future__ import annotations
@@ -48,6 +49,10 @@ PARTS = {"drive": ("drives", "drive"), "ram": ("memories", "rates"), "gpu": ("gp
 
 GPU_MEMORY = "device_memory"
 
+MEMORY_SHARED = 0.8
+"""Of the rate of memory alone what an update and copies get of it together: `offloadz bench` found 0.71 and 0.78 on a
+virtual machine of two cores; typical, unverified."""
+
 _WORDS = {
     "": {"name": TEXT, "source": TEXT, "host": TABLE, "rates": TABLE, "gpu": TABLE, "drive": TABLE,
          "conditions": NOTES, "spread": NOTES},
@@ -88,6 +93,7 @@ def read_machine(told: str, base: Machine, swap: Sequence[Path] = (), gpu: bool 
         **(part("ram", ram, f"{path}: host.ram =") if ram else {}),
         **_figures(tables.get("rates", {}), "rates", path, default),
     }
+    rates = _with_shared(rates)
     card = _card(tables["gpu"], path, default) if "gpu" in tables else {}
     drive, disk = _drive_of(tables.get("drive", []), path, default, swap)
     lanes = {**rates, **{LANES[key]: disk[key] for key in LANES if key in disk}}
@@ -123,7 +129,7 @@ def with_part(machine: Machine, kind: str, name: str) -> Machine:
     """The box with another GPU, link or memory of the catalogue; ConfigError with the nearest name of what is none."""
     figures = part(kind, name, kind)
     if kind == "ram":
-        return with_rates(machine, figures)
+        return with_rates(machine, _with_shared(figures))
     if kind == "link" and machine.unified:
         raise ConfigError(f"link {name!r}: {machine.name} computes on its CPU; name its GPU first, --set gpu=NAME")
     if kind == "gpu":
@@ -136,7 +142,7 @@ def with_part(machine: Machine, kind: str, name: str) -> Machine:
 
 def with_drives(machine: Machine, names: Sequence[str]) -> Machine:
     """The box with drives of the catalogue, one for each swap path; a share of everything lies on each."""
-    rated = [part("drive", name, "drive") for name in names]
+    rated = [_with_both(part("drive", name, "drive")) for name in names]
     drive, figures = _together([(_drive(name, one), one) for name, one in zip(names, rated, strict=True)])
     return with_rates(replace(machine, drive=drive), {LANES[key]: figures[key] for key in LANES if key in figures})
 
@@ -147,7 +153,31 @@ def with_rates(machine: Machine, figures: Mapping[str, Figure]) -> Machine:
     computing = (*COMPUTING, "float32_few")
     kept = {k: rate for k, rate in machine.rates.items() if "device" not in figures or k not in computing}
     rates = {**kept, **{lane: figure.value for lane, figure in figures.items()}}
+    for shared, alone in (("memory_shared", lambda r: r["memory"]), ("disk_both", _in_turn)):
+        if shared in kept and shared not in figures:  # as much of the new rates as it was of the old ones
+            rates[shared] = kept[shared] * alone(rates) / alone(machine.rates)
     return replace(machine, rates=rates, rates_source=f"{told} and --set")
+
+
+def _with_shared(figures: dict[str, Figure]) -> dict[str, Figure]:
+    """Figures of memory with what an update and copies get of it together."""
+    if "memory" not in figures or "memory_shared" in figures:
+        return figures
+    told = Figure(MEMORY_SHARED * figures["memory"].value, f"{MEMORY_SHARED} of memory alone ({UNVERIFIED})")
+    return {**figures, "memory_shared": told}
+
+
+def _with_both(figures: dict[str, Figure]) -> dict[str, Figure]:
+    """Figures of a drive with what it reads and writes at once: no more than in turn (docs/published.md)."""
+    if not {"read", "write"} <= set(figures) or "both" in figures:
+        return figures
+    rate = _in_turn({LANES[key]: figures[key].value for key in ("read", "write")})
+    return {**figures, "both": Figure(rate, f"as much as in turn ({UNVERIFIED})")}
+
+
+def _in_turn(rates: Mapping[str, float]) -> float:
+    """Bytes/s of a drive that reads as much as it writes, one after the other."""
+    return 2 / (1 / rates["disk_read"] + 1 / rates["disk_write"])
 
 
 def part_names(kind: str) -> list[str]:
@@ -287,7 +317,7 @@ def _drive_of(drives: object, path: Path, default: str, swap: Sequence[Path]) ->
         if model in part_names("drive") or (model and not figures):
             figures = {**part("drive", model, f"{path}: drive.model ="), **figures}
         name = model or place or f"drive {index + 1} of {path.name}"
-        found.append((place, _drive(name, figures), figures))
+        found.append((place, _drive(name, figures), _with_both(figures)))
     free = [index for index, (place, _, _) in enumerate(found) if not place]
     chosen = {}
     for one in swap or [Path("/")]:

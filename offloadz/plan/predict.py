@@ -148,15 +148,15 @@ class Costs:
         return total
 
     def device_s(self, op: Op) -> float:
-        """Seconds of a computation: 2 flop per weight and token forward, 8 in a backward that recomputes first, 6 in
-        one through a kept graph."""
+        """Seconds of a computation: 2 flop per weight and token forward, 6 in a backward that recomputes first (its
+        forward, the gradients of inputs and of weights), 4 in one through a kept graph."""
         if op.verb not in ("forward", "backward") or op.unit < 0:
             return op.nbytes * 4 / self.fast
         tokens = self.batch.tokens_per_micro
         kind = self.spec.seats[op.seat].kind
         elements = 0 if kind == "module" else op.nbytes
         attention = self.batch.length * self.spec.hidden_size * 2 if kind == "block" else 0
-        passes = 1 if op.verb == "forward" else (4 if self.spec.units[op.unit].trainable else 3)
+        passes = 1 if op.verb == "forward" else (3 if self.spec.units[op.unit].trainable else 2)
         passes -= op.verb == "backward" and any(place.startswith("k") for place in op.reads)
         return 2.0 * passes * (elements + attention) * (tokens * self.token_s + self.pass_s)
 

@@ -2,9 +2,10 @@
 
 Two answers from the same figures.  `Sharing.speeds` says how much slower ops are that run side by side (`beside.py`
 asks).  `shared_s` says how long a step takes at least of what is shared, whatever its order.  Memory and drive count
-only where a machine file measured what they give to several at once (`offloadz bench` does); cores are always known,
-and count where the CPU computes.  The trade-off: what is asked for too much is dealt out by what each asks for, as the
-kernel does with threads; what caches and a drive's queue make of a mixture is in the measured rates or nowhere.
+where a machine file tells of them: what they give to several at once is measured (`offloadz bench`) or a typical share
+(`catalogue.py`).  Cores are always known, and count where the CPU computes.  The trade-off: what is asked for too much
+is dealt out by what each asks for, as the kernel does with threads; what caches and a drive's queue make of a mixture
+is in the measured rates or nowhere.
 """
 
 from __future__ import annotations

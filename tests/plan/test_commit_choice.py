@@ -16,8 +16,8 @@ ASKED = replace(WISHES, parameters="host", gradients="host", optimizer="host")
 
 
 def box(host_bytes: int = 64 * GIB, source: str = "a bench", **rates: float) -> Machine:
-    """A GPU beside memory, whose updates take twice the forward and half the backward."""
-    told = {**TYPICAL_RATES, "device": 1e14, "h2d": 5e10, "d2h": 5e10, "cpu": 2.4e9, "memory": 1e12, **rates}
+    """A GPU beside memory, whose updates take as long as forward and backward."""
+    told = {**TYPICAL_RATES, "device": 5e13, "h2d": 5e10, "d2h": 5e10, "cpu": 4e9, "memory": 1e12, **rates}
     return Machine("box", host_bytes, "a test", "cuda:0", 24 * GIB, False, 8, told, source)
 
 

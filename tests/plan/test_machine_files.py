@@ -8,7 +8,18 @@ from pathlib import Path
 import pytest
 
 from offloadz.config import load_config
-from offloadz.plan.catalogue import FOLDER, machine_names, part, part_names, read_machine
+from offloadz.plan.catalogue import (
+    FOLDER,
+    MEMORY_SHARED,
+    Figure,
+    machine_names,
+    part,
+    part_names,
+    read_machine,
+    with_drives,
+    with_part,
+    with_rates,
+)
 from offloadz.plan.errors import ConfigError
 from offloadz.plan.machine import TYPICAL_RATES, UNVERIFIED, Machine, allowed_cores, host_limit
 from offloadz.plan.wishes import Question, question
@@ -47,6 +58,7 @@ def test_every_figure_of_a_file_is_taken(tmp_path: Path) -> None:
     assert (found.name, found.host_bytes, found.device_bytes, found.cores) == ("desk", 64 * GIB, 64 * GIB, 16)
     assert found.rates == {
         "device": 1.5e12, "memory": 6e10, "h2d": 5e10, "d2h": 4e10, "cpu": 2e9, "disk_read": 7e9, "disk_write": 5.5e9,
+        "memory_shared": MEMORY_SHARED * 6e10, "disk_both": 2 / (1 / 7e9 + 1 / 5.5e9),
     }  # fmt: skip
     assert found.drive is not None and found.drive.size_bytes == 2 * 10**12
     assert (found.drive.endurance_bytes, found.drive.endurance_source) == (1200 * 10**12, "its maker")
@@ -95,6 +107,21 @@ def test_several_drives_count_as_one(tmp_path: Path) -> None:
     assert found.drive.endurance_bytes == 400 * 10**12  # the fast one is worn first
     found = read_machine(told, BOX, [tmp_path / "a/1", tmp_path / "a/2"])
     assert found.rates["disk_read"] == 3e9 and found.drive is not None and found.drive.size_bytes == 2 * 10**12
+
+
+def test_what_several_get_at_once_follows_from_what_one_gets(tmp_path: Path) -> None:
+    """Unless a file tells it, and then in proportion where one of the two changes."""
+    told = "[rates]\nmemory = 4e10\nmemory_shared = 3e10\n[[drive]]\nread = 4e9\nwrite = 4e9\nboth = 5e9\n"
+    found = read_machine(written(tmp_path, told), BOX)
+    assert (found.rates["memory_shared"], found.rates["disk_both"]) == (3e10, 5e9)
+    other = with_rates(found, {"memory": Figure(8e10, "a test"), "disk_write": Figure(2e9, "a test")})
+    assert (other.rates["memory_shared"], other.rates["disk_both"]) == (6e10, pytest.approx(5e9 * 2 / 3))
+    assert with_rates(found, {"disk_both": Figure(1e9, "a test")}).rates["disk_both"] == 1e9
+    assert not {"memory_shared", "disk_both"} & set(with_rates(BOX, {"memory": Figure(1e9, "a test")}).rates)
+    ram = with_part(found, "ram", "ddr4-3200-2ch").rates
+    assert ram["memory_shared"] == MEMORY_SHARED * ram["memory"]
+    both = with_drives(found, ["samsung-990-pro-2tb", "samsung-990-pro-2tb"]).rates
+    assert both["disk_both"] == pytest.approx(2 * 2 / (1 / 7.45e9 + 1 / 6.9e9))
 
 
 def test_a_drive_of_the_catalogue_takes_figures_of_the_file_before_its_own(tmp_path: Path) -> None:
@@ -171,6 +198,11 @@ def test_the_catalogue_is_whole_and_names_its_sources() -> None:
         assert found.unified is not ("[gpu]" in (FOLDER / f"{name}.toml").read_text())
         assert UNVERIFIED in found.rates_source
         assert {"memory", "cpu", "h2d", "d2h", "disk_read", "disk_write"} <= set(found.rates)
+        assert found.rates["memory_shared"] == MEMORY_SHARED * found.rates["memory"]
+        assert found.rates["disk_write"] / 2 < found.rates["disk_both"] < 2 * found.rates["disk_write"]
+        assert f"memory_shared: {MEMORY_SHARED} of memory alone ({UNVERIFIED})" in found.rates_source
+        assert f"disk_both: as much as in turn ({UNVERIFIED})" in found.rates_source
+        assert (found.drive.endurance_bytes is None) == (name == "cpu-2core"), "a virtual drive's is its owner's"
     for kind, file in (("drive", "drives"), ("gpu", "gpus"), ("ram", "memories"), ("link", "links")):
         for name, table in loads((FOLDER / f"parts/{file}.toml").read_text()).items():
             assert all(figure.source for figure in part(kind, name, kind).values()) and table["source"]
