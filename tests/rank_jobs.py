@@ -129,6 +129,34 @@ def overflow(rank: int, folder: str, **how: Any) -> None:
     leave(folder, rank, out)
 
 
+def stumbles(rank: int, folder: str, bad: tuple[int, ...], **how: Any) -> None:
+    """Three steps; before the second one with a label that is no word on the ranks `bad`, and one whose loss fails."""
+    out: dict[str, Any] = {"told": [], "losses": [], "same": []}
+
+    def fails(model: Any, batch: Any) -> Tensor:
+        model(batch["input_ids"], use_cache=False)
+        raise KeyError("a loss of one's own")
+
+    with offloadz.offload(tiny("llama"), offloadz.AdamW(lr=1e-3), **how) as run:
+        for step, batch in enumerate(batches(3)):
+            if step == 1:
+                before = weights(run)
+                wrong = {**batch, "labels": batch["labels"].clone()}
+                for q in bad:
+                    wrong["labels"][q, 5] = VOCABULARY + 7
+                for loss_fn in (None, fails):
+                    try:
+                        run.step(dealt(wrong, rank), loss_fn=loss_fn)
+                    except (offloadz.ConfigError, KeyError, RankFailed) as error:
+                        out["told"].append(f"{type(error).__name__}: {error}")
+                    if len(bad) < run.ranks.size:
+                        leave(folder, rank, out)
+                        return
+                out["same"] = [torch.equal(before[n].nan_to_num(), v.nan_to_num()) for n, v in weights(run).items()]
+            out["losses"].append(float(run.step(dealt(batch, rank))))
+    leave(folder, rank, out)
+
+
 def looks(rank: int, folder: str, **how: Any) -> None:
     """Evaluations and generated tokens between steps: what they leave of the losses."""
     with offloadz.offload(tiny("llama"), offloadz.AdamW(lr=1e-3), **how) as run:

@@ -30,6 +30,7 @@ from offloadz.model.packed import require_apart
 from offloadz.model.stage import Stage
 from offloadz.model.sweeps import swept, with_positions
 from offloadz.model.tables import TableSeat
+from offloadz.model.together import end_alike
 from offloadz.plan.errors import ConfigError
 from offloadz.plan.ops import LANES, Op
 from offloadz.runtime.meter import process_bytes
@@ -144,8 +145,8 @@ class Run:
         self.session.owner = threading.get_ident()
         try:
             yield
-        except BaseException:
-            self._give_up()
+        except BaseException as error:
+            self._give_up(error)
             raise
         finally:
             self.session.owner = None
@@ -268,12 +269,12 @@ class Run:
         if not self.session.placement.accumulate:
             self.session.allow_sums()
 
-    def _give_up(self) -> None:
+    def _give_up(self, error: BaseException) -> None:
         """Nothing of this step is applied; due updates of the step before are."""
         self._give_up_rows()
         self.stage.root = None
         self._arrivals.tear("an error came before its end")
-        self.ranks.give_up()
+        end_alike(self, error)
         self._arrivals.forget()
         if self._stepping:
             self._stepping = False

@@ -41,6 +41,16 @@ def together(ranks: Solo, work: Callable[[], Answer]) -> Answer:
     return answer
 
 
+def end_alike(run: Any, error: BaseException) -> None:
+    """A call of a run ends with `error`: where one does on all ranks, at the same place, they go on from where they
+    were, else this rank cannot."""
+    session = run.session
+    if isinstance(error, Exception):
+        run.ranks.fail(session.begun, session.calls, session.walk.num_computed if session.walk is not None else -1)
+    else:
+        run.ranks.give_up()
+
+
 def writes(run: Any) -> bool:
     """Whether files get this rank's parts: they are its own, or those that all have and rank 0 writes."""
     return run.ranks.rank == 0 or run.session.spec.share.stage > 0

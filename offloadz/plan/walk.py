@@ -71,6 +71,11 @@ class Walk:
         """The `device` op the walk stands before, or None at the end."""
         return self.program.ops[self.index] if self.index < len(self.program.ops) else None
 
+    @property
+    def num_computed(self) -> int:
+        """`device` ops so far; the same on all ranks, which update different numbers of parts."""
+        return sum(op.lane == "device" for op in self.program.ops[: self.index])
+
     def advance(self) -> Op | None:
         """Submit everything up to the next `device` op; returns that op."""
         while (op := self.waiting_for) is not None and op.lane != "device":

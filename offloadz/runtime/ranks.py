@@ -8,8 +8,9 @@ ends the run on all ranks.
 
 The trade-off: an exchange before each turn costs some tenths of a millisecond, twice a block and step, and ranks that
 are given unequal rows wait for the slowest at every block.  Gloo's own reduce-scatter is an all-reduce whose rest is
-thrown away (torch 2.13), twice the bytes; here every rank sends each other its shard and adds what it got, in the order
-of ranks, so that the sum does not depend on timing.
+thrown away (torch 2.13), twice the bytes, and its all-reduce adds in the order of a ring, another one for every piece;
+here every rank sends each other its shard and adds what it got, in the order of ranks, so that a sum is the same in
+every stage and does not depend on timing.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import os
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,12 @@ START = "start with torchrun --nproc-per-node N -m offloadz train CONFIG.toml"
 
 FRAME = 8
 """Figures of a small exchange, the first of which says what it is."""
+
+SUM_ELEMENTS = 1 << 18
+"""Elements of each rank that a sum over whole values takes at a time: a buffer of 1 MiB a rank."""
+
+FAILED, FAILED_S = "end of a call with an error", 60.0
+"""What ranks with an error come to, and how long one waits to hear whether all others have one too."""
 
 GONE_S = 5.0
 """How long is looked for the rank whose process has ended, once a connection is closed."""
@@ -95,6 +102,10 @@ class Solo:
         """What rank 0 gives."""
         return self.each(value)[0]
 
+    def fail(self, *reached: float) -> None:
+        """A call of this rank ended with an error when it had `reached` so much.  Where that is so on all ranks, all go
+        on as they were; else this one gives up."""
+
     def give_up(self) -> None:
         """This rank cannot go on: whatever it is asked from now on fails at once."""
 
@@ -123,14 +134,28 @@ class Group(Solo):
     def scatter(self, whole: Tensor, terms: Tensor, operation: str) -> None:
         with self._during(operation):
             dist.all_to_all_single(terms, whole, group=self._data)
+        self._summed(terms)
+
+    def _summed(self, terms: Tensor) -> Tensor:
+        """The sum of equal terms, one of each rank, in the place of this rank's."""
         first, *middle, last = terms.view(self.size, -1).unbind()
         for term in middle:
             _add(first, first, term)
-        _add(terms.view(self.size, -1)[self.rank], first, last)
+        own = terms.view(self.size, -1)[self.rank]
+        _add(own, first, last)
+        return own
 
     def sum(self, whole: Tensor, operation: str) -> None:
+        even = len(whole) // self.size * self.size
+        rest = whole.new_zeros(self.size)
+        rest[: len(whole) - even] = whole[even:]
+        terms = whole.new_empty(SUM_ELEMENTS * self.size)
         with self._during(operation):
-            dist.all_reduce(whole, group=self._data)
+            for piece in filter(len, (*whole[:even].split(len(terms)), rest)):
+                got = terms[: len(piece)]
+                dist.all_to_all_single(got, piece, group=self._data)
+                dist.all_gather_single(piece, self._summed(got), group=self._data)
+        whole[even:] = rest[: len(whole) - even]
 
     def rows(self, lists: Sequence[Tensor], read: Callable[[Tensor], Tensor], operation: str) -> list[Tensor]:
         with self._during(operation):
@@ -167,21 +192,30 @@ class Group(Solo):
         told = self._table(padded, "an exchange of facts", GROUP_S)
         return [json.loads(row[:n].numpy().tobytes()) for row, n in zip(told, lengths, strict=True)]
 
+    def fail(self, *reached: float) -> None:
+        with suppress(RankFailed):  # the error under way is the one to see
+            told = self._frames(FAILED, *reached, most_s=FAILED_S)
+            if any(row != told[0] for row in told):
+                self.give_up()
+
     def give_up(self) -> None:
         self._given_up = True
 
     def _frames(self, operation: str, *values: float, most_s: float = GROUP_S) -> list[list[float]]:
         """A few figures of every rank.  All frames have one length and say what they are of, so a rank that does
         something else is found out and not misunderstood."""
-        key = zlib.crc32(operation.encode())
+        key = _key(operation)
         own = torch.zeros(FRAME, dtype=torch.float64)
         own[: 1 + len(values)] = torch.tensor([key, *values], dtype=torch.float64)
         told = self._table(own, operation, most_s).tolist()
         odd = [rank for rank, row in enumerate(told) if row[0] != key]
         if odd:
             self.give_up()
+            where = f"rank {self.rank} comes to the {operation}, rank {odd[0]}"
+            if told[odd[0]][0] == _key(FAILED):
+                raise RankFailed(f"{where} ended with an error, which it tells: start them again")
             raise RankFailed(
-                f"rank {self.rank} comes to the {operation}, rank {odd[0]} to something else: all ranks must call the "
+                f"{where} to something else: all ranks must call the "
                 "model and the run alike; a layer that only some of them take cannot be trained over several ranks"
             )
         return [row[1:] for row in told]
@@ -268,6 +302,11 @@ def _has_ended(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except (OSError, IndexError):
         return True
+
+
+def _key(operation: str) -> float:
+    """What a small exchange says that it is of."""
+    return float(zlib.crc32(operation.encode()))
 
 
 PIECE = 1 << 14

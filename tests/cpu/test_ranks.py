@@ -154,6 +154,36 @@ def test_ranks_that_do_different_things_are_told(nursery: Nursery, tmp_path: Pat
         assert f"rank {rank} comes to" in told and f"rank {1 - rank} to something else" in told
 
 
+@pytest.mark.parametrize("stage", (0, 3))
+def test_what_fails_on_all_ranks_leaves_all_as_they_were(nursery: Nursery, tmp_path: Path, stage: int) -> None:
+    """As with one process: a clear error, the weights as before the step, and the run goes on to the last bit."""
+    outs = nursery.run(2, "stumbles", tmp_path, bad=[0, 1], zero_stage=stage)
+    plain = nursery.run(2, "train", tmp_path / "plain", steps=3, zero_stage=stage)
+    for out in outs:
+        bad, own = out["told"]
+        assert "ConfigError: label 218 is no word of a head with 211" in bad and "KeyError" in own
+        assert all(out["same"])
+        assert out["losses"] == plain[0]["losses"]
+
+
+def test_what_fails_on_one_rank_ends_all(nursery: Nursery, tmp_path: Path) -> None:
+    ended, wrong = (out["told"] for out in nursery.run(2, "stumbles", tmp_path, bad=[1], zero_stage=3))
+    assert "ConfigError: label 218" in wrong[0]
+    assert "rank 0 comes to the forward of lm_head" in ended[0] and "rank 1 ended with an error" in ended[0]
+
+
+def test_stages_agree_to_the_last_bit(nursery: Nursery, tmp_path: Path) -> None:
+    """Sums are in the order of ranks in every stage.  Without clipping, since the norm is added up by shards, and with
+    one term a gradient: of several, stages 2 and 3 sum each over ranks."""
+    how = {"rows": 6, "steps": 3, "max_grad_norm": 0}
+    outs = [nursery.run(3, "train", tmp_path / str(stage), zero_stage=stage, **how) for stage in (0, 1, 2, 3)]
+    assert len({tuple(out[0]["losses"]) for out in outs}) == 1
+    wanted = merged(outs[0], "weights")
+    for out in outs[1:]:
+        found = merged(out, "weights")
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
 def test_threads_are_shared(nursery: Nursery, tmp_path: Path) -> None:
     """G19: two ranks do not take the same cores twice."""
     import os
