@@ -46,11 +46,11 @@ def smallest_change(asked: Asked, peak: Mapping[str, int], fits: Callable[[Model
     return ""
 
 
-def needed(peak: Mapping[str, int], share: float) -> str:
-    """In words what a machine would need to have; of its host memory a run may use `share`."""
-    host = f"{human(int(peak['host'] / share), up=True)} of free host memory"
+def needed(peak: Mapping[str, int], share: float, ranks: int = 1) -> str:
+    """In words what a machine would need to have; of its host memory a run may use `share`.  `peak`: of each rank."""
+    host = f"{human(ranks * int(peak['host'] / share), up=True)} of free host memory"
     device = f", {human(peak['device'], up=True)} of GPU memory" if peak["device"] else ""
-    disk = f", {human(peak['disk'], up=True)} under offload.swap" if peak["disk"] else ""
+    disk = f", {human(ranks * peak['disk'], up=True)} under offload.swap" if peak["disk"] else ""
     return f"a machine with {host}{device}{disk} and {human(peak['checkpoint'], up=True)} under train.output"
 
 

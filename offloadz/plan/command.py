@@ -91,25 +91,21 @@ def _config(config_path: str | Path, overrides: Sequence[str]) -> Config:
     return load_config(config_path, list(overrides))
 
 
-def _of_ranks(plan: Plan) -> str:
-    share = plan.placement.share
-    return f" and rank, {share.ranks} ranks" if share.ranks > 1 else ""
-
-
 def _print_plan(asked: Question, plan: Plan) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
-    spec = asked.spec
+    spec, share = asked.spec, plan.placement.share
     trained = sum(u.num_trainable for u in spec.units)
     console.print(
         f"{spec.num_elements / 1e6:,.1f} M parameters ({trained / 1e6:,.1f} M trained), "
         f"{counted(len(spec.units), 'unit')}, weights {spec.dtype}, compute {plan.placement.compute} on {plan.device}, "
-        f"{counted(plan.batch.rows, 'row')} of {counted(plan.batch.length, 'token')} a step{_of_ranks(plan)}"
+        f"{counted(plan.batch.rows, 'row')} of {counted(plan.batch.length, 'token')} a step{share.each}"
     )
-    table = Table("tier", *PHASES, "peak", "may use", box=box.SIMPLE, title="bytes, predicted", title_justify="left")
+    title = f"bytes{share.each}, predicted" + "; checkpoints are one for all" * (share.ranks > 1)
+    table = Table("tier", *PHASES, "peak", "may use", box=box.SIMPLE, title=title, title_justify="left")
     for tier in TIERS:
         if plan.peak[tier] or tier == "host":
             limit = plan.limits.get(tier)
@@ -123,7 +119,7 @@ def _print_plan(asked: Question, plan: Plan) -> None:
     console.print("decided:")
     for reason in plan.reasons:
         console.print(f"  {reason}", soft_wrap=True)
-    console.print(f"  commit {plan.commit}, recipe {plan.recipe}, {counted(plan.threads, 'update thread')}")
+    console.print(f"  commit {plan.commit}, recipe {plan.recipe}, {counted(plan.threads, 'update thread')}{share.each}")
     if plan.fits:
         _print_times(console, asked, plan)
 
@@ -133,19 +129,19 @@ def _print_terms(console: object, plan: Plan) -> None:
     phase = max(PHASES, key=lambda p: plan.bytes["host"][p])
     terms = sorted(plan.footprint.terms[phase]["host"].items(), key=lambda item: -item[1])
     text = ", ".join(f"{name} {human(nbytes)}" for name, nbytes in terms if nbytes)
-    console.print(f"host peak ({phase}): {text}", soft_wrap=True)  # type: ignore[attr-defined]
+    console.print(f"host peak{plan.placement.share.each} ({phase}): {text}", soft_wrap=True)  # type: ignore[attr-defined]
 
 
 def _print_times(console: object, asked: Question, plan: Plan) -> None:
     busy = ", ".join(f"{lane} {s / plan.step_s:.0%}" for lane, s in (plan.busy_s or {}).items() if s)
     told = bottleneck_told(asked.few_blocks_of(plan), plan.commit)
-    hides = plan.hiding and plan.hiding.tokens
+    hides, share = plan.hiding and plan.hiding.tokens, plan.placement.share
     lines = [
-        f"step {lasting(plan.step_s)}, {plan.tokens_per_s:,.0f} tokens/s, bottleneck {told}; busy: {busy}",
+        f"step {lasting(plan.step_s)}, {plan.tokens_per_s:,.0f} tokens/s{share.all}, bottleneck {told}; busy: {busy}",
         *plan.wear.lines(),
-        f"transfers and updates are hidden from {hides:,} tokens a step on"
+        f"transfers and updates are hidden from {hides:,} tokens a step{share.each} on"
         if hides is not None
-        else f"transfers and updates are hidden by no number of tokens a step up to {MOST_TOKENS:,}",
+        else f"transfers and updates are hidden by no number of tokens a step{share.each} up to {MOST_TOKENS:,}",
         _honesty(plan),
     ]
     for line in lines:

@@ -195,7 +195,7 @@ def decide(spec: ModelSpec, machine: Machine, wishes: Wishes) -> Plan:
 
     change = smallest_change(Asked(spec, wishes), plan.peak, fits)
     share = MEMORY_SHARE if wishes.host_memory is None else 1.0
-    return replace(plan, smallest_change=change or needed(plan.peak, share))
+    return replace(plan, smallest_change=change or needed(plan.peak, share, spec.share.ranks))
 
 
 def _planned(spec: ModelSpec, machine: Machine, wishes: Wishes) -> Plan:

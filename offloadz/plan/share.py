@@ -32,6 +32,16 @@ class Share:
         return self.rank if self.stage else 0
 
     @property
+    def each(self) -> str:
+        """Said behind a figure that is this rank's."""
+        return f" for each of {self.ranks} ranks" if self.ranks > 1 else ""
+
+    @property
+    def all(self) -> str:
+        """Said behind a figure that is of all ranks."""
+        return f" over all {self.ranks} ranks" if self.ranks > 1 else ""
+
+    @property
     def spreads(self) -> bool:
         """Whether weights are whole at rest and updated by shards, so that each rank must be given the others'."""
         return self.ranks > 1 and self.stage in (1, 2)

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 DISK_PASSES = 2
 """Times a byte that comes from or goes to a drive passes host memory: the transfer, and its checksum."""
 
+NET_PASSES = 4
+"""Times a byte that comes from another rank over the loopback device passes host memory: read and written as it is sent
+and as it is received, by a core.  Between GPUs it passes neither."""
+
 SUMMED = 1.0e10
 """Bytes/s of checksums on one core, which is what a transfer asks of the processor (docs/log.md)."""
 
@@ -50,9 +54,11 @@ class Sharing:
         if lane == "cpu":
             moved = costs.spec.recipe.moved_bytes(costs.placement.storage)
             return {"cores": float(costs.cores), "memory": moved / costs.update_s}
-        if lane.startswith("disk"):
-            return {"cores": min(1.0, rates[lane] / SUMMED), "memory": DISK_PASSES * rates[lane]}
-        return {"cores": 1.0, "memory": rates[lane] * _passes(verb, costs.placement.unified)}
+        passes = _passes(lane, verb, costs.placement.unified)
+        return {
+            "cores": min(1.0, rates[lane] / SUMMED) if lane.startswith("disk") else 1.0,
+            "memory": passes * rates[lane],
+        }
 
     def speeds(self, active: Active) -> Iterator[float]:
         """For each of the ops that run at once: its speed, 1 for full."""
@@ -82,7 +88,7 @@ def shared_s(program: Program, costs: Costs) -> dict[str, float]:
     rates, found = costs.rates, {}
     if costs.placement.unified:
         sharing = Sharing(costs)
-        worked = sum(costs(op) * sharing.demand(op.lane, op.verb)["cores"] for op in program.ops if op.lane != "net")
+        worked = sum(costs(op) * sharing.demand(op.lane, op.verb)["cores"] for op in program.ops)
         found["cores"] = worked / costs.cores
     if "memory_shared" in rates:
         found["memory"] = sum(_memory_bytes(op, costs) for op in program.ops) / rates["memory_shared"]
@@ -92,17 +98,21 @@ def shared_s(program: Program, costs: Costs) -> dict[str, float]:
     return found
 
 
-def _passes(verb: str, unified: bool) -> float:
-    """Times a byte that is copied passes host memory."""
+def _passes(lane: str, verb: str, unified: bool) -> float:
+    """Times a byte that a lane of transfers moves passes host memory."""
+    if lane.startswith("disk"):
+        return float(DISK_PASSES)
+    if lane == "net":
+        return float(NET_PASSES * unified)
     return 2.0 if unified else float(verb != "zero.g")
 
 
 def _memory_bytes(op: Op, costs: Costs) -> float:
     """Bytes an op reads and writes in host memory."""
+    if op.lane == "device":
+        return 0.0
     if op.verb.startswith("copy."):
         return op.nbytes * 2.0
     if op.lane == "cpu":
         return op.nbytes * costs.spec.recipe.moved_bytes(costs.placement.storage)
-    if op.lane in ("h2d", "d2h"):
-        return costs.nbytes(op) * _passes(op.verb, costs.placement.unified)
-    return costs.nbytes(op) * DISK_PASSES if op.lane.startswith("disk") else 0.0
+    return costs.nbytes(op) * _passes(op.lane, op.verb, costs.placement.unified)

@@ -44,6 +44,7 @@ def decide_for(spec: ModelSpec, machine: Machine, wishes: Wishes) -> Plan:
     why = "as configured" if wishes.zero_stage != "auto" else "the lowest that fits" if fitting else "none fits"
     return replace(
         plan,
+        shortage=plan.shortage and plan.shortage + plan.placement.share.each,
         tokens_per_s=plan.tokens_per_s * wishes.ranks,
         wear=plan.wear.times(wishes.ranks),
         reasons=(f"zero stage {stage} of {wishes.ranks} ranks: {why}", *plan.reasons),

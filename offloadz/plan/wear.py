@@ -33,11 +33,14 @@ class Wear:
     drive: Drive | None = None
     less: tuple[tuple[str, int], ...] = ()
     """(`optimizer.state`, bytes a step) of formats that write less; empty unless that state is on disk."""
+    whose: str = ""
+    """Of which ranks these bytes are; empty where there is one."""
 
     def times(self, ranks: int) -> Wear:
         """Of several ranks that write as much each to the same drives."""
         less = tuple((state, ranks * written) for state, written in self.less)
-        return replace(self, written_bytes=ranks * self.written_bytes, less=less)
+        whose = f" over all {ranks} ranks"
+        return replace(self, written_bytes=ranks * self.written_bytes, less=less, whose=whose)
 
     def life_steps(self, written_bytes: int) -> int | None:
         """Steps until the endurance is used up at so many bytes a step; None where there is no end, or none known."""
@@ -76,8 +79,9 @@ class Wear:
             yield "written to swap: nothing"
             return
         yield (
-            f"written to swap: {_size(self.written_bytes)} a step, {_size(self.written_bytes * 1000)} in 1,000 steps, "
-            f"{_size(self.per_day_bytes)} a day without a pause; saves come on top"
+            f"written to swap{self.whose}: {_size(self.written_bytes)} a step, "
+            f"{_size(self.written_bytes * 1000)} in 1,000 steps, {_size(self.per_day_bytes)} a day without a pause; "
+            "saves come on top"
         )
         life = self.life_steps(self.written_bytes)
         if life is None or self.drive is None:

@@ -146,6 +146,7 @@ class Group(Solo):
         return own
 
     def sum(self, whole: Tensor, operation: str) -> None:
+        """Piece by piece each rank adds its share of it, which then goes to all."""
         even = len(whole) // self.size * self.size
         rest = whole.new_zeros(self.size)
         rest[: len(whole) - even] = whole[even:]

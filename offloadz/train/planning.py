@@ -173,7 +173,7 @@ def task_lines(task: Task) -> Iterator[str]:
 
 def plan_lines(plan: Plan, config: Config) -> Iterator[str]:
     """What was decided, with predicted bytes and times, in a few lines."""
-    place = plan.placement
+    place, share = plan.placement, plan.placement.share
     yield (
         f"weights {place.storage}, computed in {place.compute} on the {plan.device}, updated {plan.recipe_told}, "
         f"commit {plan.commit}"
@@ -181,13 +181,14 @@ def plan_lines(plan: Plan, config: Config) -> Iterator[str]:
     yield (
         f"parameters on {place.parameters}, gradients on {place.gradients}, optimizer state on {place.optimizer}, "
         f"saved inputs on {place.activations}; {counted(plan.slots, 'slot')}, {counted(plan.sweeps, 'sweep')}, "
-        f"micro-batches of {counted(plan.micro_batch_size, 'row')}"
+        f"micro-batches of {counted(plan.micro_batch_size, 'row')}{share.each}"
     )
-    parts = [f"{tier} {human(peak)}{_of(plan.limits.get(tier))}" for tier, peak in plan.peak.items() if peak]
+    whose = {tier: share.each if tier != "checkpoint" else share.all for tier in plan.peak}
+    parts = [f"{t} {human(peak)}{_of(plan.limits.get(t))}{whose[t]}" for t, peak in plan.peak.items() if peak]
     yield f"predicted peaks: {', '.join(parts)} (host memory is limited by {plan.limit_source})"
     yield (
-        f"predicted step: {lasting(plan.step_s)}, {plan.tokens_per_s:,.0f} tokens/s, bottleneck {plan.bottleneck} "
-        f"({rates_told(plan.rates_source)})"
+        f"predicted step: {lasting(plan.step_s)}, {plan.tokens_per_s:,.0f} tokens/s{share.all}, bottleneck "
+        f"{plan.bottleneck} ({rates_told(plan.rates_source)})"
     )
     if plan.wear.written_bytes:
         yield from plan.wear.lines()
@@ -196,7 +197,7 @@ def plan_lines(plan: Plan, config: Config) -> Iterator[str]:
     threads, reason = update_threads(threads_asked(config, plan))
     if config.offload.machine != "auto" and not config.offload.threads:
         reason = f"the cores of {plan.machine} that this machine has too"
-    yield f"update threads: {threads} ({reason})"
+    yield f"update threads: {threads}{share.each} ({reason})"
 
 
 def threads_asked(config: Config, plan: Plan) -> int:

@@ -13,13 +13,14 @@ from pathlib import Path
 
 import pytest
 from group import ROOT, Nursery, logs
-from tiny import tables, write_config
+from tiny import ON_DISK, tables, write_config
 
 from offloadz.config import load_config
+from offloadz.plan.command import plan_command
 from offloadz.plan.errors import ConfigError
 from offloadz.plan.wishes import question
 from offloadz.runtime.ranks import Solo
-from offloadz.train.planning import decided
+from offloadz.train.planning import decided, plan_lines
 
 
 @pytest.fixture(scope="module")
@@ -119,3 +120,18 @@ def test_another_stage_than_the_plan_is_not_taken(tmp_path: Path) -> None:
     config = load_config(configured(tmp_path / "a"), ["offload.zero_stage=0"])
     plan = decided(config, None, lambda text: None, Solo())
     assert plan.placement.share.ranks == 1
+
+
+def test_shares_and_totals_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = configured(tmp_path / "a", **ON_DISK)
+    assert plan_command(config, sets=["ranks=2"]) == 0
+    told = capsys.readouterr().out
+    for words in ("a step for each of 2 ranks", "bytes for each of 2 ranks, predicted; checkpoints are one for all"):
+        assert words in told
+    for words in ("tokens/s over all 2 ranks", "written to swap over all 2 ranks", "host peak for each of 2 ranks"):
+        assert words in told
+    plan = question(load_config(config), sets=["ranks=2"]).answer()
+    lines = "\n".join(plan_lines(plan, load_config(config)))
+    assert "for each of 2 ranks, checkpoint" in lines and "tokens/s over all 2 ranks" in lines
+    assert plan_command(config) == 0
+    assert " ranks" not in capsys.readouterr().out

@@ -6,12 +6,18 @@ from dataclasses import replace
 
 import pytest
 
-from offloadz.plan.machine import Drive, Machine
+from offloadz.plan.footprint import Batch
+from offloadz.plan.machine import TYPICAL_DEVICE_RATES, TYPICAL_RATES, Drive, Machine
+from offloadz.plan.ops import Program
+from offloadz.plan.placement import Placement
+from offloadz.plan.predict import Costs, step_program
 from offloadz.plan.search import Wishes, decide
 from offloadz.plan.shapes import ParamInfo, TableInfo, make_spec
 from offloadz.plan.share import Share
+from offloadz.plan.shared import Sharing, shared_s
 from offloadz.plan.spec import PAGE_BYTES, ModelSpec, aligned
 from offloadz.plan.stages import decide_for
+from offloadz.plan.words import human
 
 WIDTH, LAYERS = 1024, 8
 GIB = 1 << 30
@@ -54,6 +60,15 @@ def test_auto_takes_the_lowest_stage_that_fits() -> None:
         assert plan.fits and plan.placement.share.stage == stage
 
 
+def test_what_is_too_small_is_told_for_each_and_what_is_needed_for_all() -> None:
+    asked = Wishes(4, 128, ranks=4, zero_stage=3, slots=1, recompute="all")
+    plan = decide_for(spec(), machine(2), asked)
+    assert not plan.fits and "for each of 4 ranks" in plan.refusal()
+    whole = 4 * plan.peak["host"] / 0.9
+    assert f"a machine with {human(int(whole), up=True)} of free host memory" in plan.refusal()
+    assert decide_for(spec(), machine(whole * 1.01 / GIB), asked).fits
+
+
 def test_all_ranks_wear_the_drive() -> None:
     disk = Wishes(4, 128, swap=True, optimizer="disk", gradients="host", parameters="host", commit="hold", copies=1)
     alone = decide(spec(), machine(64), disk)
@@ -70,3 +85,26 @@ def test_each_rank_writes_the_weights_it_keeps_once(stage: int) -> None:
     units = spec().shared_by(plan.placement.share).units
     whole = sum(aligned(part.weight_bytes) for unit in units for part in unit.parts)
     assert plan.wear.written_bytes == pytest.approx(4 * whole, rel=1e-3)
+
+
+@pytest.mark.parametrize("unified", (True, False))
+def test_what_comes_from_other_ranks_passes_memory_over_the_loopback_device_alone(unified: bool) -> None:
+    """By one rule, for an op beside others and for the least time of a step."""
+    rates = {**TYPICAL_RATES, **TYPICAL_DEVICE_RATES, "memory_shared": 1e10}
+    box = replace(machine(64), unified=unified, rates=rates)
+    found = {}
+    for ranks in (1, 2):
+        own = spec().shared_by(Share(0, ranks, 3 if ranks > 1 else 0))
+        placement = Placement(storage="bfloat16", share=own.share, unified=unified)
+        batch = Batch(4, 128, 4)
+        costs, program = Costs(own, placement, batch, box), step_program(own, placement, batch)
+        net = [op for op in program.ops if op.lane == "net"]
+        others = Program(tuple(op for op in program.ops if op.lane != "net"))
+        found[ranks] = [shared_s(told, costs) for told in (program, others)], sum(map(costs, net)), costs
+    assert found[1][0][0] == found[1][0][1] and not found[1][1]
+    (with_net, without), net_s, costs = found[2]
+    demand = Sharing(costs).demand("net", "gather.w")
+    assert net_s > 0 and (demand["memory"] > 0) == unified
+    assert with_net["memory"] - without["memory"] == pytest.approx(net_s * demand["memory"] / 1e10)
+    if unified:
+        assert with_net["cores"] - without["cores"] == pytest.approx(net_s * demand["cores"] / costs.cores)
