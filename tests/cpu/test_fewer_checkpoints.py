@@ -71,6 +71,30 @@ def test_a_fuller_drive_says_what_it_takes(tmp_path: Path, capsys: pytest.Captur
     assert held <= plan["peak"]["disk"]  # type: ignore[index]
 
 
+def test_a_run_that_goes_on_from_its_state_on_disk_says_it_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After an error behind the third checkpoint and the flip of the fourth step."""
+
+    def failing(training: loop.Training) -> None:
+        if training.progress.step == 4:
+            training._settle()
+            raise RuntimeError("as a full drive would")
+        save(training)
+
+    save = loop.Training._save
+    monkeypatch.setattr(loop.Training, "_save", failing)
+    with pytest.raises(RuntimeError, match="full drive"):
+        started(tmp_path, 4)
+    assert kept(tmp_path) == [f"step-00000{step}" for step in (1, 2, 3)]
+    monkeypatch.setattr(loop.Training, "_save", save)
+    capsys.readouterr()
+    started(tmp_path, 5, keep=2)
+    out = capsys.readouterr().out
+    assert "checkpoints: step-000001 removed now: 2 checkpoints are kept, train.keep = 2 asks for no more\n" in out
+    assert "going on from the state on disk" in out and kept(tmp_path) == ["step-000004", "step-000005"]
+
+
 def test_a_start_takes_no_more_room_than_the_one_before(tmp_path: Path, held: list[int]) -> None:
     """From the newest of three checkpoints: what the others hold are copies of the run again, not room beside them."""
     plan = started(tmp_path, 5)
