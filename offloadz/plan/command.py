@@ -43,7 +43,7 @@ def plan_command(
 
     `find`: see `wishes.question`.
     """
-    asked = question(_config(config_path, overrides), machine_name, sets, find)
+    asked = question(_config(config_path, overrides), machine_name, sets, find, weightless=True)
     plan = asked.answer()
     if as_json:
         print(json.dumps(plan.to_json(), indent=2))

@@ -7,6 +7,7 @@ shapes that tests compare with the real modules, so that a plan of a 70B model t
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -101,21 +102,34 @@ def _gpt2(config: Mapping[str, Any]) -> Shapes:
     return shapes if is_tied(config) else shapes | {"lm_head.weight": (int(config["vocab_size"]), hidden)}
 
 
+def shapes_note(config: Mapping[str, Any]) -> str:
+    """What to say of shapes that are not written down here; "" of those that are."""
+    family = config.get("model_type", "")
+    return "" if family in FAMILIES else f"shapes of {family} by transformers on the meta device"
+
+
 def _on_meta(config: Mapping[str, Any]) -> list[ParamInfo]:
-    """Any other family: built by transformers without data.  Imports torch; remote code is never run here."""
+    """Any other family: built by transformers without data.  Imports torch; remote code is never run here.
+
+    What transformers warns of (its tokens, its defaults) is nothing that shapes depend on, and is not shown.
+    """
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
 
     fields = {k: v for k, v in config.items() if k not in ("model_type", "transformers_version")}
+    shown = logging.get_verbosity()
+    logging.set_verbosity(logging.log_levels["error"])
     try:
-        made = AutoConfig.for_model(config["model_type"], **fields)
-        with torch.device("meta"):
+        with warnings.catch_warnings(action="ignore"), torch.device("meta"):
+            made = AutoConfig.for_model(config["model_type"], **fields)
             model = AutoModelForCausalLM.from_config(made)  # type: ignore[no-untyped-call]
         model.tie_weights()
-    except (KeyError, ValueError) as error:
-        known = ", ".join(FAMILIES)
+    except Exception as error:  # each family checks its configuration in its own way
         raise ConfigError(
-            f"config.json has model_type {config.get('model_type')!r}, which transformers cannot build: {error}; "
-            f"families planned without weights: {known}"
+            f"config.json has model_type {config.get('model_type')!r}, which transformers cannot build: "
+            f"{error or type(error).__name__}; families planned without weights: {', '.join(FAMILIES)}"
         ) from None
+    finally:
+        logging.set_verbosity(shown)
     return [ParamInfo(name, tuple(p.shape)) for name, p in model.named_parameters()]

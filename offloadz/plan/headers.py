@@ -23,6 +23,7 @@ from offloadz.plan.spec import ModelSpec
 from offloadz.plan.vocabulary import table_rows, vocab_size_of, with_vocab_size
 
 MAX_HEADER_BYTES = 100 << 20
+INDEX = "model.safetensors.index.json"
 HEADS = ("lm_head", "embed_out", "output")
 """Last component of the module names that heads have."""
 
@@ -101,9 +102,14 @@ def read_config(model_dir: Path) -> dict[str, Any]:
     return config
 
 
+def has_weights(model_dir: Path) -> bool:
+    """Whether there are safetensors, or an index that names some."""
+    return any((model_dir / name).is_file() for name in ("model.safetensors", INDEX))
+
+
 def read_shapes(model_dir: Path) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor in model.safetensors, or in the shards that its index names."""
-    index = model_dir / "model.safetensors.index.json"
+    index = model_dir / INDEX
     if index.is_file():
         try:
             shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))

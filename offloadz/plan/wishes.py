@@ -32,9 +32,10 @@ from offloadz.plan.catalogue import (
 )
 from offloadz.plan.errors import ConfigError
 from offloadz.plan.estimate import estimate
+from offloadz.plan.families import shapes_note
 from offloadz.plan.footprint import Batch, reading, score_copies
 from offloadz.plan.found import Find, with_found
-from offloadz.plan.headers import find_directory, model_spec, read_config
+from offloadz.plan.headers import find_directory, has_weights, model_spec, read_config
 from offloadz.plan.machine import DeviceFacts, Drive, Machine, compute_dtype, probe_machine
 from offloadz.plan.placement import Placement
 from offloadz.plan.positions import positions_note
@@ -87,22 +88,28 @@ class Question:
 
 
 def question(
-    config: Config, machine_name: str | None = None, sets: Sequence[str] = (), find: Find = lambda told: None
+    config: Config,
+    machine_name: str | None = None,
+    sets: Sequence[str] = (),
+    find: Find = lambda told: None,
+    weightless: bool = False,
 ) -> Question:
     """Model, machine and wishes of a configuration; `sets` are `key=value` over this machine's facts.
 
-    `find`: what says of this box which device `offload.device` means; the host, where it is left out.
+    `find`: what says of this box which device `offload.device` means; the host, where it is left out.  `weightless`:
+    whether a model whose weights are not there is known by its config.json.
 
     Raises ConfigError for what is wrong or not built.
     """
-    model = config.model
+    model, directory = config.model, find_directory(config.model.path)
+    absent = weightless and not has_weights(directory)
+    init = "random" if absent else model.init
     spec = model_spec(
-        model.path, model.dtype, init=model.init, keep_float32=model.keep_float32, freeze=model.freeze,
+        model.path, model.dtype, init=init, keep_float32=model.keep_float32, freeze=model.freeze,
         add_tokens=model.add_tokens,
     )  # fmt: skip
     told = config.optimizer
     spec = spec.with_recipe(recipe_of(told.name, told.state, told.momentum))
-    directory = find_directory(model.path)
     note = positions_note(spec, read_config(directory), config.data.max_length, "data.max_length")
     wishes = wishes_of(config, read_config(directory))
     wishes = replace(wishes, reading_bytes=_reading_bytes(config, directory), random=model.init == "random")
@@ -114,8 +121,19 @@ def question(
     compute = compute_dtype(facts, spec.dtype) if facts or machine.unified else spec.dtype
     machine = machine.computing(compute, "eager" if model.kernels == "auto" else model.kernels)
     more = [_room_note(machine, wishes)] if elsewhere else [_gpu_note(machine), *_swap_notes(config)]
-    notes = [note, *more]
+    notes = [note, *_shape_notes(config, directory, init), *more]
     return Question(spec, machine, replace(wishes, compute=compute), tuple(filter(None, notes)))
+
+
+def _shape_notes(config: Config, directory: Path, init: str) -> Iterator[str]:
+    """What shapes rest on where they are not those of files."""
+    if init != config.model.init:
+        yield (
+            f"{directory} holds no weights: shapes from its config.json alone; a run needs model.safetensors, or "
+            'model.init = "random"'
+        )
+    if init == "random":
+        yield shapes_note(read_config(directory))
 
 
 def _swap_notes(config: Config) -> Iterator[str]:

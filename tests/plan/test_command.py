@@ -103,6 +103,25 @@ def test_a_13b_is_planned_for_a_desktop_with_a_gpu(config: Path) -> None:
     assert found["limits"]["checkpoint"] == 2 * 10**12 and not found["smallest_change"]
 
 
+def test_shapes_that_are_no_files_are_told(config: Path) -> None:
+    """By transformers on meta, without a word of its own; by config.json where the weights are not there yet."""
+    tiny = {**CONFIG, "model_type": "olmo2", "vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2}
+    (config.parent / "model/config.json").write_text(json.dumps(tiny))
+    done = run("plan", str(config))
+    assert done.returncode == 0 and done.stderr.splitlines() == ["True True"], "no warning of transformers"
+    assert "note: shapes of olmo2 by transformers on the meta device" in done.stdout
+    (config.parent / "model/config.json").write_text(json.dumps({**tiny, "pad_token_id": 999}))
+    done = run("plan", str(config))
+    assert done.returncode == 2 and "'olmo2', which transformers cannot build: Padding_idx" in done.stderr
+    (config.parent / "model/config.json").write_text(json.dumps(CONFIG))
+    done = run("plan", str(config), "model.init=pretrained")
+    assert done.returncode == 0 and done.stderr.splitlines() == ["False False"]
+    assert "model holds no weights: shapes from its config.json alone; a run needs model.safetensors" in done.stdout
+    assert "note" not in run("plan", str(config)).stdout
+    done = run("show", str(config), "model.init=pretrained")
+    assert done.returncode == 2 and "model.safetensors is missing" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "text"),
     [
