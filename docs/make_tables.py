@@ -236,11 +236,10 @@ def configuration_page() -> str:
 
 def key_table(kind: type, section: str) -> list[str]:
     """Markdown rows of a section."""
-    lines, refused = ["| key | default | meaning |", "|---|---|---|"], {key: values for key, values, *_ in NOT_BUILT}
+    lines = ["| key | default | meaning |", "|---|---|---|"]
     for field in dataclasses.fields(kind):
         rule = RULES[section][field.name]
-        built = [choice for choice in rule.choices if choice not in refused.get(f"{section}.{field.name}", ())]
-        meaning = f"{rule.doc} ({' | '.join(built)})" if built else rule.doc
+        meaning = f"{rule.doc} ({' | '.join(rule.choices)})" if rule.choices else rule.doc
         mark = " ●" if rule.free else ""
         lines.append(f"| `{field.name}`{mark} | `{to_toml(field.default)}` | {meaning.replace('|', PIPE)} |")
     return lines

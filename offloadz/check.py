@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from offloadz.config import load_config
+from offloadz.plan.errors import ConfigError
+from offloadz.plan.words import lasting
 
 GOOD, NOTE, BAD = "good", "note", "BAD"
 
@@ -30,14 +32,19 @@ def check_command(config_path: Path | None, overrides: Sequence[str], swap: Sequ
 
     Returns 0, or 1 after naming what is not good.  With `clean` each dead run's directory is removed after a yes.
     """
+    if config_path is not None and config_path.is_dir():
+        raise ConfigError(
+            f"{config_path} is a directory, not a configuration; for a swap path write --swap {config_path}"
+        )
     offload = load_config(config_path, overrides).offload
     paths = [Path(path) for path in (*swap, *offload.swap)]
     findings = []
     for finding in all_findings(paths or [Path()], offload.io):
         print(f"{finding.state:5} {finding.name}: {finding.text}", flush=True)
         findings.append(finding)
-    for path in paths or [Path()]:
-        _leftovers(path, clean)
+    num_left = sum(_leftovers(path, clean) for path in paths or [Path()])
+    if clean and not num_left:
+        print(f"nothing to clean: no dead run left anything in {', '.join(map(str, paths or [Path.cwd()]))}")
     bad = [finding.name for finding in findings if finding.state == BAD]
     print(f"not good: {', '.join(bad)}" if bad else "all good")
     return 1 if bad else 0
@@ -132,12 +139,13 @@ def _moved_by(place: Path, direct: bool, io: str) -> str:
     return transfer.name
 
 
-def _leftovers(path: Path, clean: bool) -> None:
-    """Tell what dead runs left in a swap path; with `clean` ask for each, and remove it after a yes."""
+def _leftovers(path: Path, clean: bool) -> int:
+    """Tell what dead runs left in a swap path; with `clean` ask for each, and remove it after a yes; how many."""
     from offloadz.memory.swapdir import leftovers, remove
 
-    for leftover in leftovers(path):
-        age = f"process {leftover.pid}, {leftover.age_s / 3600:.1f} h ago"
+    found = leftovers(path)
+    for leftover in found:
+        age = f"process {leftover.pid}, {lasting(leftover.age_s)} ago"
         print(
             f"{NOTE:5} left by a dead run: {leftover.path}, {_size(leftover.size_bytes)}, of {leftover.owner} ({age})"
         )
@@ -148,6 +156,7 @@ def _leftovers(path: Path, clean: bool) -> None:
             print("      kept")
         else:
             print("      removed" if remove(leftover) else "      kept: a run has begun in it")
+    return len(found)
 
 
 def _state_told(directory: Path, output: Path) -> str:

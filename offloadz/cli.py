@@ -10,6 +10,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -35,6 +36,8 @@ Overrides = Annotated[
         metavar="[section.key=value ...]", help="Values that replace those of the file.", show_default=False
     ),
 ]
+OtherMachine = Annotated[str, typer.Option("--machine", metavar="NAME-or-FILE", help="Another machine than this one.")]
+OfMachine = Annotated[list[str] | None, typer.Option("--set", metavar="key=value", help="Of the machine.")]
 SwapPaths = Annotated[list[str] | None, typer.Option("--swap", metavar="PATH", help="A swap directory; repeatable.")]
 
 
@@ -90,9 +93,30 @@ def _device_here(told: str) -> DeviceFacts | None:
     return facts_named(told)
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"offloadz {version('offloadz')}")
+        raise typer.Exit
+
+
+@app.callback()
+def verbs(
+    asked: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Fine-tune all weights of a model that is larger than the device."""
+
+
 @verb
-def train(config: ConfigFile, overrides: Overrides = None) -> int:
+def train(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", hidden=True)] = None,
+) -> int:
     """Train; goes on by itself where a checkpoint of the same run lies."""
+    if set_:
+        raise ConfigError(f"--set {set_[0]}: write section.key=value behind the configuration, without --set")
     from offloadz.config import load_config
 
     settings = load_config(config, overrides or [], training=True)
@@ -106,8 +130,8 @@ def train(config: ConfigFile, overrides: Overrides = None) -> int:
 def plan(
     config: ConfigFile,
     overrides: Overrides = None,
-    machine: Annotated[str, typer.Option(metavar="NAME-or-FILE", help="Another machine than this one.")] = "",
-    set_: Annotated[list[str] | None, typer.Option("--set", metavar="key=value", help="Of the machine.")] = None,
+    machine: OtherMachine = "",
+    set_: OfMachine = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object instead of tables.")] = False,
 ) -> int:
     """Say what a run would need and take, before it starts; loads no weights."""
@@ -120,12 +144,14 @@ def plan(
 def show(
     config: ConfigFile,
     overrides: Overrides = None,
+    machine: OtherMachine = "",
+    set_: OfMachine = None,
     trace: Annotated[Path | None, typer.Option(metavar="FILE", help="Write a Chrome/Perfetto trace.")] = None,
 ) -> int:
     """Print the program of a step and its simulated timeline."""
     from offloadz.plan.command import show_command
 
-    return int(show_command(config, overrides or [], trace, _device_here))
+    return int(show_command(config, overrides or [], trace, _device_here, machine or None, set_ or []))
 
 
 @verb
@@ -180,7 +206,8 @@ def export(
 ) -> int:
     """Write a Hugging Face model directory from a checkpoint."""
     if dtype not in ("bfloat16", "float32"):
-        raise ConfigError(f"--dtype: found {dtype}, needs bfloat16 or float32")
+        why = ": float16 is not built, its range is smaller than that of the weights" if "16" in dtype else ""
+        raise ConfigError(f"--dtype: found {dtype}, needs bfloat16 or float32{why}")
     from offloadz.model.export import export_command
 
     return int(export_command(checkpoint, out, dtype))

@@ -81,10 +81,15 @@ class NotBuilt(NamedTuple):
 
 _LATER = "is not built yet"
 
+
+def _refused(key: str) -> tuple[str, ...]:
+    return RULES["model"][key].refused
+
+
 # Everything the contract names and this version does not do.  A line leaves the table when the thing is in force.
 NOT_BUILT: tuple[NotBuilt, ...] = (
-    NotBuilt("model.dtype", ("float16",), "is refused: its range needs a loss scaler", '"bfloat16" or "float32"'),
-    NotBuilt("model.kernels", ("compile", "liger"), _LATER, '"auto" or "eager"'),
+    NotBuilt("model.dtype", _refused("dtype"), "is refused: its range needs a loss scaler", '"bfloat16" or "float32"'),
+    NotBuilt("model.kernels", _refused("kernels"), _LATER, '"auto" or "eager"'),
 )
 
 

@@ -1,7 +1,7 @@
-"""Names that people bring along from other trainers, and what to write here instead.
+"""Names and values that people bring along from other trainers, and what to write here instead.
 
 None of them is ever accepted: a familiar name with a slightly different meaning would be the quietest error of all.
-The room holds only this table; `read.py` looks names up in it.  Trade-off: the table is long and needs care when
+The room holds only these tables; `read.py` looks names up in them.  Trade-off: they are long and need care when
 other trainers add names, but a name that is missing from it still is an unknown key, never an ignored one.
 """
 
@@ -174,3 +174,55 @@ FOREIGN: dict[str, str] = {
     "finetuning_type": _LORA,
     "world_size": "the number of ranks comes from the launcher; leave the key out",
 }
+
+_ADAMW = 'which is "adamw" here'
+_ADAMW_8BIT = 'which is "adamw" with optimizer.state = "int8" here (or "int8-sr", which keeps no fp32 master)'
+_LION_8BIT = 'which is "lion" with optimizer.state = "int8" here'
+_NO_RULE = 'which is not built; least memory takes "lion", or "adamw" with optimizer.state = "int8-sr"'
+_NO_LOSS_SCALER = 'which is refused: its range needs a loss scaler; write "bfloat16" or "float32"'
+
+FOREIGN_VALUES: dict[str, dict[str, str]] = {
+    "optimizer.name": {
+        **dict.fromkeys(
+            (
+                "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw_anyprecision", "fusedadam",
+                "deepspeedcpuadam", "cpuadam", "cpu_adam", "paged_adamw", "paged_adamw_32bit",
+            ),
+            _ADAMW,
+        ),
+        **dict.fromkeys(
+            (
+                "adamw8bit", "adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "paged_adamw8bit", "pagedadamw8bit",
+                "adamw_torch_8bit", "adam8bit", "adam_8bit",
+            ),
+            _ADAMW_8BIT,
+        ),
+        **dict.fromkeys(("lion_32bit", "paged_lion", "paged_lion_32bit"), 'which is "lion" here'),
+        **dict.fromkeys(("lion8bit", "lion_8bit", "paged_lion_8bit"), _LION_8BIT),
+        **dict.fromkeys(
+            (
+                "adafactor", "adagrad", "rmsprop", "adamax", "lamb", "came", "muon", "sophia", "shampoo", "prodigy",
+                "ademamix", "adalomo", "lomo", "badam", "apollo", "galore_adamw", "galore_adamw_8bit",
+            ),
+            _NO_RULE,
+        ),
+    },
+    "optimizer.schedule": {
+        "constant_with_warmup": 'which is "constant" with optimizer.warmup here',
+        "cosine_with_min_lr": 'which is "cosine" with optimizer.min_lr here',
+        "linear_with_warmup": 'which is "linear" with optimizer.warmup here',
+        "cosine_with_warmup": 'which is "cosine" with optimizer.warmup here',
+        "warmupdecaylr": 'which is "linear" with optimizer.warmup here',
+        "warmuplr": 'which is "constant" with optimizer.warmup here',
+    },
+    "optimizer.state": {
+        **dict.fromkeys(("float32", "32bit"), 'write "fp32"'),
+        "bfloat16": 'write "bf16"',
+        **dict.fromkeys(("8bit", "fp8"), 'write "int8" (or "int8-sr", which keeps no fp32 master)'),
+    },
+    "model.dtype": {
+        **dict.fromkeys(("bf16", "torch.bfloat16"), 'write "bfloat16"'),
+        **dict.fromkeys(("fp32", "float", "torch.float32"), 'write "float32"'),
+        **dict.fromkeys(("fp16", "half", "torch.float16"), _NO_LOSS_SCALER),
+    },
+}  # fmt: skip

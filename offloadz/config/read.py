@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from offloadz.config.names import FOREIGN
+from offloadz.config.names import FOREIGN, FOREIGN_VALUES
 from offloadz.config.sections import RULES, SECTIONS, GroupConfig, rules
 from offloadz.config.values import checked, from_command_line, nearest, shown
 from offloadz.plan.errors import ConfigError
@@ -133,7 +133,8 @@ def _take(reading: Reading, section: str, key: str, value: Any, place: str, writ
         else:
             reading.values[section][key] = checked(value, rule)
     except ValueError as error:
-        reading.refuse(name, place, f"found {shown(value)}, {error}")
+        meant = FOREIGN_VALUES.get(name, {}).get(value.lower() if isinstance(value, str) else "")
+        reading.refuse(name, place, f"found {shown(value)}, {meant or error}")
 
 
 def _unknown_key(section: str, key: str) -> str:

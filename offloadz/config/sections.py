@@ -38,11 +38,15 @@ class ModelConfig:
 
     path: str = _key("", "text", "Hugging Face directory (config.json, safetensors, tokenizer) or hub name")
     init: str = _key("pretrained", "text", "random: config.json only", choices=("pretrained", "random"))
-    dtype: str = _key("bfloat16", "text", "working weights and compute", choices=("bfloat16", "float32", "float16"))
+    dtype: str = _key(
+        "bfloat16", "text", "working weights and compute", choices=("bfloat16", "float32"), refused=("float16",)
+    )
     keep_float32: tuple[str, ...] = _key((), "texts", "name patterns kept in fp32 in compute, storage, checkpoint")
     freeze: tuple[str, ...] = _key((), "texts", "name patterns: no gradient, no state, no write-back")
     attention: str = _key("auto", "text", "auto | eager | sdpa: what transformers takes")
-    kernels: str = _key("auto", "text", "kernels of the blocks", choices=("auto", "eager", "compile", "liger"))
+    kernels: str = _key(
+        "auto", "text", "kernels of the blocks", choices=("auto", "eager"), refused=("compile", "liger")
+    )
     add_tokens: tuple[str, ...] = _key((), "texts", "special tokens a template needs; the table grows")
     trust_remote_code: bool = _key(False, "bool", "run Python files that lie beside the model")
 

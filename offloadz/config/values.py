@@ -35,6 +35,7 @@ class Rule:
     kind: str
     doc: str
     choices: tuple[str, ...] = ()
+    refused: tuple[str, ...] = ()  # values of the contract that `NOT_BUILT` refuses by name
     low: float | None = None
     above: float | None = None
     high: float | None = None
@@ -121,7 +122,7 @@ def _text(value: Any, rule: Rule) -> str:
         value.encode()
     except UnicodeEncodeError:
         raise ValueError("needs text in UTF-8") from None
-    if rule.choices and value not in rule.choices:
+    if rule.choices and value not in (*rule.choices, *rule.refused):
         hint = nearest(value, rule.choices)
         raise ValueError("needs one of " + ", ".join(rule.choices) + (f"; nearest is {hint}" if hint else ""))
     if not rule.choices and value.strip().lower() in _NULLS:

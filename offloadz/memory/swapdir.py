@@ -23,6 +23,7 @@ from pathlib import Path
 from offloadz.memory.record import make_directories
 from offloadz.plan.errors import ConfigError
 from offloadz.plan.paths import PREFIX, directory_of, held_bytes, owner_name
+from offloadz.plan.words import lasting
 
 __all__ = ["STATE", "Leftover", "SwapDir", "is_locked", "leftovers", "owner_name", "remove"]
 
@@ -44,9 +45,7 @@ class Leftover:
     age_s: float
 
     def __str__(self) -> str:
-        return (
-            f"{self.path}: {self.size_bytes} bytes of {self.owner} (process {self.pid}, {self.age_s / 3600:.1f} h ago)"
-        )
+        return f"{self.path}: {self.size_bytes} bytes of {self.owner} (process {self.pid}, {lasting(self.age_s)} ago)"
 
 
 class SwapDir:

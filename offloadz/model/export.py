@@ -110,9 +110,10 @@ def export(run_or_checkpoint: Any, out: str | Path, dtype: str | None = None, sh
 
 def export_command(checkpoint: str | Path, out: str | Path, dtype: str) -> int:
     """`offloadz export`: exit status 0, or an exception that says what is wrong."""
+    replaced = " (in place of an earlier export)" if Path(out).is_dir() and any(Path(out).iterdir()) else ""
     done = export(Path(checkpoint), out, dtype)
     size = sum(path.stat().st_size for path in done.iterdir())
-    print(f"{done}: {size / 1e9:.3f} GB in {dtype}, read back and compared")
+    print(f"{done}: {size / 1e9:.3f} GB in {dtype}, read back and compared{replaced}")
     return 0
 
 

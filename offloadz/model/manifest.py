@@ -57,6 +57,8 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     """The list of a checkpoint, checked against its own checksum; DamagedState says what is wrong with it."""
     path = directory / MANIFEST
     if not path.is_file():
+        if not directory.is_dir():
+            raise DamagedState(f"{directory} does not exist; needed: a checkpoint such as RUN/checkpoints/step-000100")
         inside = [p.parent for top in ("checkpoints/", "") for p in sorted(directory.glob(f"{top}step-*/{MANIFEST}"))]
         hint = f"; in it are {', '.join(map(str, inside))}: give one of these" if inside else ""
         raise DamagedState(f"{directory} is no finished checkpoint: it has no {MANIFEST}{hint}")

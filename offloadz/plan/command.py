@@ -8,17 +8,21 @@ others, and times are marked so; bytes are exact for storage and a formula for c
 from __future__ import annotations
 
 import json
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from offloadz.plan.footprint import PHASES, TIERS
 from offloadz.plan.found import Find
+from offloadz.plan.headers import find_directory
 from offloadz.plan.hiding import MOST_TOKENS
 from offloadz.plan.machine import rates_told
 from offloadz.plan.search import Plan
 from offloadz.plan.timeline import read_traces, write_trace
+from offloadz.plan.vocabulary import tokenizer_missing
 from offloadz.plan.waits import bottleneck_told
 from offloadz.plan.wishes import Question, question
 from offloadz.plan.words import counted, human, lasting
@@ -26,9 +30,15 @@ from offloadz.plan.words import counted, human, lasting
 if TYPE_CHECKING:
     from offloadz.config import Config
 
+ENDINGS = (".jsonl", ".json", ".parquet")
+"""Of names that mean files of records; others may be data sets of the hub."""
 SHOWN_LINES = 200
 SHOWN_COLUMNS = 200
 """A program of a large model has thousands of lines, some with hundreds of places; all of it comes with a trace."""
+COLUMNS = (
+    "above: number, lane, work, phase, seat/unit/part/call/micro-batch (-1: none), bytes or elements, "
+    "places read -> written, ops it comes after"
+)
 
 
 def plan_command(
@@ -43,12 +53,13 @@ def plan_command(
 
     `find`: see `wishes.question`.
     """
-    asked = question(_config(config_path, overrides), machine_name, sets, find, weightless=True)
+    config = _config(config_path, overrides)
+    asked = question(config, machine_name, sets, find, weightless=True)
     plan = asked.answer()
     if as_json:
         print(json.dumps(plan.to_json(), indent=2))
     else:
-        _print_plan(asked, plan)
+        _print_plan(asked, plan, list(_missing(config)))
     if not plan.fits:
         print(plan.refusal(), file=sys.stderr)
     return 0 if plan.fits else 3
@@ -59,10 +70,12 @@ def show_command(
     overrides: Sequence[str] = (),
     trace: str | Path | None = None,
     find: Find = lambda told: None,
+    machine_name: str | None = None,
+    sets: Sequence[str] = (),
 ) -> int:
     """Print the program of a steady step and its simulated timeline; with `trace`, the whole program and a file."""
     config = _config(config_path, overrides)
-    asked = question(config, find=find)
+    asked = question(config, machine_name, sets, find)
     plan = asked.answer()
     found = asked.step_of(plan)
     lines = found.program.text().splitlines()
@@ -71,7 +84,7 @@ def show_command(
         print(line if whole or len(line) <= SHOWN_COLUMNS else line[: SHOWN_COLUMNS - 3] + "...")
     if not whole and len(lines) > SHOWN_LINES:
         print(f"... {len(lines) - SHOWN_LINES} more lines of {len(lines)}; all of them with --trace FILE")
-    print()
+    print(f"\n{COLUMNS}")
     print(found.timeline.table())
     print(found.timeline.gantt())
     print(_honesty(plan))
@@ -91,7 +104,17 @@ def _config(config_path: str | Path, overrides: Sequence[str]) -> Config:
     return load_config(config_path, list(overrides))
 
 
-def _print_plan(asked: Question, plan: Plan) -> None:
+def _missing(config: Config) -> Iterator[str]:
+    """What a plan does without and a run does not: the tokenizer, and files of records."""
+    if told := tokenizer_missing(find_directory(config.model.path)):
+        yield f"model.path: {told}; a run needs one"
+    for key, patterns in (("train", config.data.train), ("eval", config.data.eval)):
+        for pattern in patterns:
+            if pattern.endswith(ENDINGS) and not glob(os.path.expanduser(pattern)):
+                yield f"data.{key}: {pattern} is no file here; a run needs it"
+
+
+def _print_plan(asked: Question, plan: Plan, notes: Sequence[str]) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -101,7 +124,8 @@ def _print_plan(asked: Question, plan: Plan) -> None:
     trained = sum(u.num_trainable for u in spec.units)
     console.print(
         f"{spec.num_elements / 1e6:,.1f} M parameters ({trained / 1e6:,.1f} M trained), "
-        f"{counted(len(spec.units), 'unit')}, weights {spec.dtype}, compute {plan.placement.compute} on {plan.device}, "
+        f"in {counted(len(spec.units), 'unit')} that move alone, "
+        f"weights {spec.dtype}, compute {plan.placement.compute} on {plan.device}, "
         f"{counted(plan.batch.rows, 'row')} of {counted(plan.batch.length, 'token')} a step{share.each}"
     )
     title = f"bytes{share.each}, predicted" + "; checkpoints are one for all" * (share.ranks > 1)
@@ -112,8 +136,8 @@ def _print_plan(asked: Question, plan: Plan) -> None:
             cells = [human(plan.bytes[tier][phase]) for phase in PHASES]
             table.add_row(tier, *cells, human(plan.peak[tier]), "-" if limit is None else human(limit))
     console.print(table)
-    for note in asked.notes:
-        console.print(f"note: {note}", soft_wrap=True)
+    for note in (*asked.notes, *notes):
+        console.print(f"note: {note}", soft_wrap=True, markup=False)
     console.print(f"host memory is limited by: {plan.limit_source}", soft_wrap=True, markup=False)
     _print_terms(console, plan)
     console.print("decided:")
@@ -139,9 +163,9 @@ def _print_times(console: object, asked: Question, plan: Plan) -> None:
     lines = [
         f"step {lasting(plan.step_s)}, {plan.tokens_per_s:,.0f} tokens/s{share.all}, bottleneck {told}; busy: {busy}",
         *plan.wear.lines(),
-        f"transfers and updates are hidden from {hides:,} tokens a step{share.each} on"
+        f"transfers and updates are hidden behind the computation from {hides:,} tokens a step{share.each} on"
         if hides is not None
-        else f"transfers and updates are hidden by no number of tokens a step{share.each} up to {MOST_TOKENS:,}",
+        else f"up to {MOST_TOKENS:,} tokens a step{share.each} do not hide transfers and updates behind computation",
         _honesty(plan),
     ]
     for line in lines:

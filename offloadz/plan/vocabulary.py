@@ -15,6 +15,15 @@ from typing import Any
 from offloadz.plan.errors import ConfigError
 
 TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_FILES = (TOKENIZER_FILE, "*.model", "vocab.*", "tekken.json", "*.tiktoken")
+"""A tokenizer has at least one of these, whatever its kind."""
+
+
+def tokenizer_missing(directory: Path) -> str:
+    """Words about a directory that holds no tokenizer; "" where it may hold one."""
+    if any(path for pattern in TOKENIZER_FILES for path in directory.glob(pattern)):
+        return ""
+    return f"{directory} holds no tokenizer, which is one of {', '.join(TOKENIZER_FILES)}"
 
 
 def table_rows(directory: Path, tokens: Sequence[str], vocab_size: int) -> int:

@@ -24,8 +24,8 @@ from offloadz.model.aside import write_text
 from offloadz.plan.errors import ConfigError
 from offloadz.plan.footprint import PHASES, TIERS
 from offloadz.plan.timeline import read_traces
-from offloadz.plan.verdict import SMALL, TOLERANCE, Compared, Verdict, verdict
-from offloadz.plan.words import human, lasting
+from offloadz.plan.verdict import LEAST_STEPS, SMALL, TOLERANCE, Compared, Verdict, verdict
+from offloadz.plan.words import counted, human, lasting
 from offloadz.report.charts import all_charts, timeline_chart
 from offloadz.report.drawing import Chart, require_matplotlib
 from offloadz.report.read import Line, RunFiles, read_run, thinned
@@ -201,10 +201,21 @@ def _verdict(run: RunFiles) -> Verdict | None:
         return None
 
 
+def _no_verdict(run: RunFiles) -> str:
+    """Why nothing is compared: how many steps there are, and which of them count."""
+    copies = (run.plan or {}).get("copies")
+    fresh = copies if isinstance(copies, int) else 1
+    besides = "the first of each start and skipped ones"
+    if fresh > 1:
+        besides += f", and 1 to {fresh}, each of which writes a copy of the state on disk for the first time"
+    found = counted(sum("step_s" in line for line in run.lines), "step")
+    return f"No verdict: it takes a plan and {LEAST_STEPS} steps besides {besides}; found {found}."
+
+
 def verdict_lines(run: RunFiles, found: Verdict | None) -> Iterator[tuple[str, str]]:
     """Was the plan right, a (kind, sentence) each."""
     if found is None:
-        yield "unknown", "No verdict: it takes a plan and three steps besides the first of each start and skipped ones."
+        yield "unknown", _no_verdict(run)
         return
     step, percent = found.step, round(100 * TOLERANCE)
     yield (

@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offloadz.model.optimizer import KINDS, Settings
@@ -20,7 +21,7 @@ from offloadz.plan.headers import find_directory, read_config
 from offloadz.plan.machine import rates_told
 from offloadz.plan.positions import positions_note
 from offloadz.plan.search import Plan
-from offloadz.plan.vocabulary import table_rows
+from offloadz.plan.vocabulary import table_rows, tokenizer_missing
 from offloadz.plan.wishes import question
 from offloadz.plan.words import counted, human, lasting
 from offloadz.runtime.devices import facts_named
@@ -68,12 +69,18 @@ def read_tokenizer(config: Config) -> tuple[Any, int]:
 
     if config.model.path.startswith((".", "/", "~")):
         find_directory(config.model.path)  # says more plainly than the hub's client what is not there
+    model = None
     try:
         trusted = {"trust_remote_code": config.model.trust_remote_code}
         model = AutoConfig.from_pretrained(config.model.path, **trusted)
         tokenizer = AutoTokenizer.from_pretrained(config.model.path, **trusted)
     except Exception as error:  # a directory of somebody else's making: a broken file there ends in any kind of error
-        first = (str(error).strip() or type(error).__name__).splitlines()[0]
+        told = tokenizer_missing(Path(config.model.path)) if model and os.path.isdir(config.model.path) else ""
+        if told:
+            raise ConfigError(
+                f"model.path: {told}, with tokenizer_config.json; copy them from the model whose words these are"
+            ) from error
+        first = " ".join((str(error).strip() or type(error).__name__).splitlines()[:2])
         here = "" if os.path.isdir(config.model.path) else f" (there is no such directory below {os.getcwd()})"
         raise ConfigError(
             f"model.path: {config.model.path} has no model and tokenizer to read{here}: {first}"

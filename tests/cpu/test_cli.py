@@ -14,8 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from offloadz import __version__
 from offloadz.audit import data_command
 from offloadz.check import check_command
+from offloadz.plan.command import plan_command
 from offloadz.plan.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
@@ -123,6 +125,13 @@ def test_clean_removes_the_dead_after_a_yes_and_never_the_living(
     assert check_command(None, [], [str(dead.parent)], True) == 0
     assert "removed" in capsys.readouterr().out
     assert not dead.exists() and (live / "state.bin").exists()
+    assert check_command(None, [], [str(dead.parent)], True) == 0
+    assert f"nothing to clean: no dead run left anything in {dead.parent}" in capsys.readouterr().out
+
+
+def test_a_swap_path_in_place_of_a_configuration_is_told_how(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"for a swap path write --swap {tmp_path}"):
+        check_command(tmp_path, [], [], False)
 
 
 # ---- data ----
@@ -183,6 +192,19 @@ def test_bad_data_ends_with_status_2_and_its_line(
     assert "2 samples" in told and "1 bad" in told and "\nsample " not in told
 
 
+def test_a_model_without_a_tokenizer_is_told_by_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from transformers import LlamaConfig
+
+    bare = tmp_path / "bare"
+    LlamaConfig(vocab_size=10, hidden_size=8, num_attention_heads=2, num_hidden_layers=2).save_pretrained(bare)
+    path = data_config(tmp_path, bare, [dialogue("good")])
+    with pytest.raises(ConfigError, match=r"bare holds no tokenizer, which is one of tokenizer\.json, "):
+        data_command(path, [], 1)
+    assert plan_command(path, ["model.init=random", "data.train=absent.jsonl"]) == 0
+    told = capsys.readouterr().out
+    assert "bare holds no tokenizer" in told and "data.train: absent.jsonl is no file here" in told
+
+
 @pytest.mark.parametrize("text", [None, "{", '{"model_type": "llama", "hidden_size": 7}'])
 def test_data_without_a_readable_model_is_refused(
     tmp_path: Path, text: str | None, monkeypatch: pytest.MonkeyPatch
@@ -218,6 +240,15 @@ def test_a_wrong_configuration_ends_with_status_2_and_one_paragraph(tmp_path: Pa
 def test_verbs_that_are_not_there_end_with_status_2(arguments: tuple[str, ...]) -> None:
     done = offloadz(*arguments)
     assert done.returncode == 2 and done.stderr and "Traceback" not in done.stderr
+
+
+def test_the_version_is_told() -> None:
+    assert offloadz("--version").stdout == f"offloadz {__version__}\n"
+
+
+def test_set_is_no_way_to_change_a_configuration(tmp_path: Path) -> None:
+    done = offloadz("train", str(tmp_path / "run.toml"), "--set", "a=b")
+    assert done.returncode == 2 and "write section.key=value behind the configuration" in done.stderr
 
 
 def test_help_needs_no_torch() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from offloadz.config import config_differences, config_from_tables, load_config, parse_bytes, parse_every
-from offloadz.config.names import FOREIGN
+from offloadz.config.names import FOREIGN, FOREIGN_VALUES
 from offloadz.config.sections import RULES
 from offloadz.config.values import checked
 from offloadz.plan.errors import ConfigError
@@ -325,3 +325,15 @@ def test_differences_that_matter_on_resume(base: Path) -> None:
     allowed = load_config(base, ["optimizer.lr=1e-4", 'train.resume_with=["optimizer.lr"]'])
     assert config_differences(old, allowed) == []
     assert len(config_differences(old, allowed, every_key=True)) == 2
+
+
+@pytest.mark.parametrize(("key", "value"), [(key, value) for key, told in FOREIGN_VALUES.items() for value in told])
+def test_values_of_other_trainers_are_answered_with_those_of_here(base: Path, key: str, value: str) -> None:
+    told = refusal(base, f"{key}={value}")
+    assert FOREIGN_VALUES[key][value] in told and f'{key} (command line): found "{value}", ' in told
+
+
+def test_values_that_are_refused_are_not_offered(base: Path) -> None:
+    for key, wrong in (("dtype", "float8"), ("kernels", "fast")):
+        told, refused = refusal(base, f"model.{key}={wrong}"), RULES["model"][key].refused
+        assert refused and not any(f", {value}" in told for value in refused), told

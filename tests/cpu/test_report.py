@@ -301,6 +301,9 @@ def test_one_step_is_enough_for_a_page_and_too_few_for_a_verdict(run: Path) -> N
     (run / METRICS).write_bytes((run / METRICS).read_bytes().splitlines(keepends=True)[0])
     page = render(read_run(run))
     assert "No verdict" in page and "compared" not in Read(page).tables and "chart-step-time" in page
+    plan = json.loads((run / "plan.json").read_text()) | {"copies": 2}
+    (run / "plan.json").write_text(json.dumps(plan))
+    assert "and 1 to 2, each of which writes a copy of the state on disk" in render(read_run(run))
 
 
 @pytest.mark.parametrize("plan", ['{"step_s": "soon"}', '{"step_s": 3, "bytes": [], "peak": {}}', "{}"])
