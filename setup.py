@@ -12,6 +12,17 @@ FLAGS = ["-std=c++17", "-O3", "-pthread", "-fvisibility=hidden", "-Wall", "-Wext
 FLAGS += ["-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"]
 
 
+def sanitizer(wanted: str) -> list[str]:
+    """What a build for ThreadSanitizer needs; it goes to a directory of its own (tests/hurt/test_races.py), never in
+    place: Python alone cannot load it."""
+    if wanted not in ("", "thread"):
+        raise ValueError(f"OFFLOADZ_SANITIZE is {wanted!r}; it must be thread, or unset for the usual build")
+    return ["-fsanitize=thread", "-g"] if wanted else []
+
+
+SANITIZER = sanitizer(os.environ.get("OFFLOADZ_SANITIZE", ""))
+
+
 class QuickBuild(build_ext):
     """Compiles the files side by side: they are few and independent, and a build takes half the time."""
 
@@ -36,8 +47,8 @@ setup(
             sources=SOURCES,
             depends=sorted(str(path) for path in Path("csrc").glob("*.[hi]*")),
             language="c++",
-            extra_compile_args=FLAGS,
-            extra_link_args=["-pthread"],
+            extra_compile_args=FLAGS + SANITIZER,
+            extra_link_args=["-pthread", *SANITIZER],
         )
     ],
     cmdclass={"build_ext": QuickBuild},

@@ -43,9 +43,9 @@ public:
   // Memory that transfers will use and that stays where it is as long as the back end lives; 0, or an errno that costs
   // nothing but the gain.
   virtual int fix(void *at, int64_t num_bytes) = 0;
-  // Why this back end goes on as threads: 0 it does not, 1 the system refused a ring, 2 a call on it, 3 a request;
-  // with the errno of that refusal.
-  virtual int fallen(int &error) = 0;
+  // Why this back end goes on as threads: 0 it does not, else stage << 16 | the errno, where the system refused a ring
+  // (stage 1), a call on it (2) or a request (3).
+  virtual int fallen() const = 0;
 };
 
 // Both are null with `error` set where the system refuses.  Requests are `request_bytes` long, a multiple of a piece.

@@ -29,10 +29,8 @@ OZ_API int oz_io_fix(void *mover, void *at, int64_t num_bytes) {
   return static_cast<Mover *>(mover)->fix(at, num_bytes);
 }
 
-// The stage at which the back end fell, shifted left by 16, and the errno; 0 while it stands.
 OZ_API int oz_io_fallen(void *mover) {
-  int error = 0, stage = static_cast<Mover *>(mover)->fallen(error);
-  return stage << 16 | error;
+  return static_cast<Mover *>(mover)->fallen();
 }
 
 OZ_API int oz_io_run(void *mover, int fd, int write, void *buffer, int64_t num_bytes, int64_t offset, int64_t origin,

@@ -30,7 +30,7 @@ public:
   bool start(int num_threads) { return pool_.grow(num_threads) > 0; }
   IoFault run(const Transfer &transfer) override { return run_by_threads(pool_, transfer, request_bytes_, false); }
   int fix(void *, int64_t) override { return EOPNOTSUPP; }
-  int fallen(int &) override { return 0; }
+  int fallen() const override { return 0; }
 
 private:
   Pool pool_;

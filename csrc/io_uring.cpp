@@ -174,10 +174,7 @@ public:
     return 0;
   }
 
-  int fallen(int &error) override {
-    error = error_;
-    return stage_;
-  }
+  int fallen() const override { return fell_; }
 
   IoFault run(const Transfer &transfer) override {
     if (owner_ != getpid()) return {3, ECHILD, transfer.offset, transfer.num_bytes, 0, 0, 0, 0};
@@ -211,10 +208,8 @@ private:
   }
 
   void refuse(int stage, int error) {
-    std::lock_guard<std::mutex> lock(mutex_);
-    if (stage_) return;
-    error_ = error;
-    stage_ = stage;
+    int stands = 0;
+    fell_.compare_exchange_strong(stands, stage << 16 | error); // the first refusal is told
   }
 
   Ring *open_ring(int &error) {
@@ -229,7 +224,7 @@ private:
   Ring *take() {
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      if (stage_) return nullptr;
+      if (fell_) return nullptr;
       Ring *ring = idle_;
       if (ring) {
         idle_ = ring->next;
@@ -246,7 +241,7 @@ private:
     std::lock_guard<std::mutex> lock(mutex_);
     ring->next = idle_;
     idle_ = ring;
-    if (stage_) drop_idle();
+    if (fell_) drop_idle();
   }
 
   void drop_idle() {
@@ -268,7 +263,7 @@ private:
   Ring *idle_ = nullptr; // a list
   Region regions_[kMaxRegions];
   unsigned num_regions_ = 0;
-  std::atomic<int> stage_{kNone}, error_{0};
+  std::atomic<int> fell_{0}; // what fallen() answers, in one word: a refusal is never read by halves
   Pool pool_;
 };
 

@@ -8,9 +8,10 @@
 namespace offloadz {
 
 int Pool::grow(int num_threads) {
+  // Before the mutex: in a fork it may be held for ever, by a thread that does not exist there.
+  pid_t owner = 0;
+  if (!owner_.compare_exchange_strong(owner, getpid()) && owner != getpid()) return 0;
   std::lock_guard<std::mutex> lock(mutex_);
-  if (owner_ == 0) owner_ = getpid();
-  if (owner_ != getpid()) return 0;
   if (num_threads > kMaxThreads) num_threads = kMaxThreads;
   // Signals stay with the threads Python knows: a Ctrl-C must interrupt the main thread, not a transfer.
   sigset_t all, before;
@@ -29,14 +30,14 @@ int Pool::grow(int num_threads) {
 }
 
 Pool::~Pool() {
+  if (owner_ != getpid()) return;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     stop_ = true;
     wake_.notify_all();
   }
-  if (owner_ == getpid())
-    for (int i = 0; i < num_threads_; ++i)
-      pthread_join(threads_[i], nullptr);
+  for (int i = 0; i < num_threads_; ++i)
+    pthread_join(threads_[i], nullptr);
 }
 
 // All below up to run() is called with the mutex held.

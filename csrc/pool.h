@@ -60,7 +60,7 @@ private:
   bool stop_ = false;
   int num_threads_ = 0;
   pthread_t threads_[kMaxThreads];
-  pid_t owner_ = 0;
+  std::atomic<pid_t> owner_{0};
 };
 
 } // namespace offloadz
