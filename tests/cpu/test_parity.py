@@ -2,7 +2,8 @@
 within the tolerances of the design.  Clipping is on and fires.  (Main check of all kinds in which values move.)
 
 The usual run holds every one of the 81 placements once, with family, slots and split drawn by a fixed seed, and every
-slots x split on everything on disk.  `pytest -m full` holds the whole product: 4,374 runs.
+slots x split on everything on disk.  `pytest -m full` holds the whole product, 4,374 runs, and a hundred poisoned runs
+of every placement.
 """
 
 from __future__ import annotations
@@ -64,11 +65,17 @@ def drawn(index: int) -> tuple[str, int, tuple[int, int]]:
     return source.choice(FAMILIES), source.choice((1, 2, 3)), source.choice(CUTS)
 
 
+HUNDRED = pytest.param(100, marks=[pytest.mark.full, pytest.mark.timeout(1800)])
+
+
+@pytest.mark.parametrize("runs", [1, HUNDRED])
 @pytest.mark.parametrize("index", range(len(PLACEMENTS)), ids=["-".join(p) for p in PLACEMENTS])
-def test_every_placement_has_the_same_bits(index: int, swap: Path) -> None:
-    family, slots, cut = drawn(index)
-    found = ran(family, PLACEMENTS[index], slots, cut, swap, recompute=("all", "none")[index % 2])
-    assert_same_bits(found, simplest(family, cut[0]), f"{family}, slots {slots}, rows and sweeps {cut}")
+def test_every_placement_has_the_same_bits(index: int, runs: int, swap: Path) -> None:
+    for seed in range(index, index + runs * len(PLACEMENTS), len(PLACEMENTS)):
+        family, slots, cut = drawn(seed)
+        how = {"recompute": ("all", "none")[seed % 2], "poison": runs > 1, "seed": seed}
+        found = ran(family, PLACEMENTS[index], slots, cut, swap, **how)
+        assert_same_bits(found, simplest(family, cut[0]), f"{family}, slots {slots}, rows and sweeps {cut}, {how}")
 
 
 GRID = {"llama": ("disk",) * 4, "qwen3": ("disk", "host", "disk", "host"), "gpt2": ("host", "disk", "device", "disk")}
