@@ -123,7 +123,7 @@ def simulated() -> Iterator[dict[str, Any]]:
             machine = replace(machine, host_bytes=4 << 40)  # the question is time, not room
             for ranks in COUNTS:
                 times = ranks if box in SHARES else 1
-                grown = {k: r * times for k, r in machine.rates.items() if k.startswith("cpu") or k == "memory"}
+                grown = {k: r * times for k, r in machine.rates.items() if k.startswith(("cpu", "memory"))}
                 machine_of_all = replace(machine, cores=machine.cores * times, rates={**machine.rates, **grown})
                 wishes = Wishes(ranks, ROW_LENGTH, compute="bfloat16", ranks=ranks, parameters="host",
                                 zero_stage=3 if ranks > 1 else "auto", gradients="host", optimizer="host")  # fmt: skip

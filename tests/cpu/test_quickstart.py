@@ -143,6 +143,11 @@ def test_what_is_made_from_code_is_up_to_date() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     for model, gib in (("1.2B", 16), ("1.2B", 32), ("6.7B", 16)):  # all twelve take a quarter of a minute
         assert tables.cell(tables.planned(tables.MODELS[model], gib)) in readme
+    cells = [tables.speed(tables.on_card(tables.LARGE[model], 32768, 64, 2)) for model in ("7B", "13B")]
+    assert f"| 64 GiB, two | {' | '.join(cells)} |" in readme
+    published = (ROOT / "docs" / "published.md").read_text(encoding="utf-8")
+    for run in (tables.PUBLISHED[3], tables.PUBLISHED[6]):  # in memory, and on a drive
+        assert tables.published_row(*run) in published
 
 
 @pytest.mark.parametrize("page", ["README.md", *(f"docs/{p.name}" for p in sorted((ROOT / "docs").glob("*.md")))])
