@@ -16,12 +16,16 @@ if TYPE_CHECKING:
     from offloadz.plan.search import Wishes
 
 
-def reasons(spec: ModelSpec, placement: Placement, batch: Batch, wishes: Wishes, host_limit: int) -> Iterator[str]:
-    """Why each thing is as it is, one line each."""
+def reasons(
+    spec: ModelSpec, placement: Placement, batch: Batch, wishes: Wishes, host_limit: int, first: Placement
+) -> Iterator[str]:
+    """Why each thing is as it is, one line each; `first`: the first that fits, of those with more and more on disk."""
     for kind in KINDS:
         tier = getattr(placement, kind)
         why = "as configured" if getattr(wishes, kind) != "auto" else "memory has room"
-        if why == "memory has room" and tier == "disk":
+        if why == "memory has room" and tier != getattr(first, kind):
+            why = "a step is sooner done than with it " + ("in memory" if tier == "disk" else "on disk")
+        elif why == "memory has room" and tier == "disk":
             why = f"it does not fit in the {human(host_limit)} of memory with the kinds before it"
         yield f"{kind} on {tier}: {why}"
     if placement.state_on_disk or placement.ending:

@@ -1,42 +1,33 @@
-"""What runs where: a first search by size.
+"""What runs where: what a user may ask for, and the plan that answers.
 
-Everything stays in memory while it fits in nine tenths of what is available; then optimizer state goes to disk, then
-gradients, parameters, and saved inputs, in the order of bytes won per byte that moves in a step.  What a user fixed
-stays as it is.  The winner is simulated once for its time.  The trade-off: no candidate is simulated against another,
-so a faster placement that also fits may be missed; only the way of committing is chosen by time (`commit.py`).
+What fits is looked for along a ladder (`candidates.py`); of all that fit with the same bits the fastest is taken, as
+far as rates are known (`fastest.py`), then the way of committing (`commit.py`).  What a user fixed stays as it is.  The
+trade-off: the format of the optimizer's state and the cut of a batch change numbers, so they are never chosen by time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any
 
-from offloadz.plan.change import TO_DISK, Asked, needed, smallest_change
-from offloadz.plan.commit import chosen_commit
-from offloadz.plan.copies import copy_choices, linked, num_kept
+from offloadz.plan.candidates import MEMORY_SHARE as MEMORY_SHARE
+from offloadz.plan.candidates import Candidate, Space
+from offloadz.plan.change import TO_DISK as TO_DISK
+from offloadz.plan.change import Asked, needed, smallest_change
+from offloadz.plan.commit import FASTEST, chosen_commit
+from offloadz.plan.copies import linked, num_kept
 from offloadz.plan.errors import ConfigError
 from offloadz.plan.estimate import estimate
-from offloadz.plan.footprint import BASELINE_BYTES, Batch, Footprint, computation, footprint
+from offloadz.plan.fastest import fastest
+from offloadz.plan.footprint import BASELINE_BYTES, Batch, Footprint
 from offloadz.plan.hiding import Hiding
-from offloadz.plan.kept import check_recompute, graph_room, may_keep, most_kept
-from offloadz.plan.machine import Machine
+from offloadz.plan.kept import check_recompute, graph_room
+from offloadz.plan.machine import UNVERIFIED, Machine
 from offloadz.plan.placement import KINDS, Placement
 from offloadz.plan.reasons import reasons
-from offloadz.plan.recipes import Recipe
 from offloadz.plan.spec import ModelSpec
 from offloadz.plan.wear import NO_WEAR, Wear, wear_of
 from offloadz.plan.words import human as human
-
-MEMORY_SHARE = 0.9
-"""Of what is available, left alone for whatever else the box does; a limit that a user sets is used whole."""
-
-MICRO_TOKENS = 4096
-"""Tokens of a micro-batch beyond which a CPU's products get no faster, so that more would only cost memory."""
-
-WORKING_SHARE = 0.25
-"""Most of the limit that a micro-batch's computation may take where the plan chooses its size."""
 
 
 @dataclass(frozen=True)
@@ -172,48 +163,39 @@ class Plan:
         return found | {"terms": self.footprint.terms, "reasons": list(self.reasons)} | self.wear.to_json()
 
 
-@dataclass(frozen=True)
-class _Candidate:
-    placement: Placement
-    batch: Batch
-    footprint: Footprint
-    recipe: Recipe
-
-
 def decide(spec: ModelSpec, machine: Machine, wishes: Wishes) -> Plan:
-    """The first placement that fits, with its predicted time; `fits` is False where none does.
+    """The fastest plan that fits, with its predicted time; `fits` is False where none does.
 
     Raises ConfigError for wishes that contradict each other.
     """
     _check(wishes)
-    plan = _planned(spec, machine, wishes)
+    plan = _planned(Space(spec, machine, wishes))
     if plan.fits:
-        return chosen_commit(plan, wishes, lambda wishes: _planned(spec, machine, wishes))
+        return chosen_commit(plan, wishes, lambda wishes: _planned(Space(spec, machine, wishes)))
 
     def fits(spec: ModelSpec, wishes: Wishes) -> bool:
-        return not _first_that_fits(spec, machine, wishes, _limits(machine, wishes))[1]
+        return not Space(spec, machine, wishes).first()[1]
 
     change = smallest_change(Asked(spec, wishes), plan.peak, fits)
     share = MEMORY_SHARE if wishes.host_memory is None else 1.0
     return replace(plan, smallest_change=change or needed(plan.peak, share, spec.share.ranks))
 
 
-def _planned(spec: ModelSpec, machine: Machine, wishes: Wishes) -> Plan:
-    """The first that fits, with its time, or the one that lacks least."""
-    limits = _limits(machine, wishes)
-    chosen, shortage = _first_that_fits(spec, machine, wishes, limits)
-
-    def keeping(count: int) -> _Candidate:
-        placement = replace(chosen.placement, kept=count)
-        return replace(chosen, placement=placement, footprint=_footprint(spec, placement, chosen.batch, wishes))
-
-    if not shortage and may_keep(chosen.placement, wishes.recompute):
-        chosen = keeping(most_kept(spec, lambda n: not _lacking(keeping(n).footprint, limits, machine, wishes)))
-    plan = _describe(spec, chosen, machine, wishes, limits, shortage)
-    return plan if shortage else _timed(plan, spec, machine)
+def _planned(space: Space) -> Plan:
+    """The fastest that fits, with its time; by rates that nobody measured the first that does; or what lacks least."""
+    first, shortage = space.first()
+    if shortage:
+        return _describe(space, first, first, shortage)
+    if space.machine.rates_source.startswith(UNVERIFIED):
+        return _timed(_describe(space, space.keeping(first), first), space)
+    chosen, num_walked = fastest(space, first)
+    plan = _timed(_describe(space, chosen, first), space)
+    told = f"the fastest of {num_walked} simulated, others are slower" if num_walked > 1 else "nothing is faster"
+    return replace(plan, reasons=(f"{FASTEST} {told} or do not fit", *plan.reasons)) if num_walked else plan
 
 
-def _timed(plan: Plan, spec: ModelSpec, machine: Machine) -> Plan:
+def _timed(plan: Plan, space: Space) -> Plan:
+    spec, machine = space.spec, space.machine
     found = estimate(spec, plan.placement, plan.batch, machine)
     return replace(
         plan,
@@ -246,142 +228,13 @@ def _check(wishes: Wishes) -> None:
         raise ConfigError(f"offload.sweeps = {wishes.sweeps} is above train.batch_size = {wishes.batch_size}")
 
 
-def _limits(machine: Machine, wishes: Wishes) -> dict[str, int | None]:
-    """Most bytes per tier: what a user set, or a share of what is there."""
-    host, device = _most(machine.host_bytes, wishes.host_memory), _most(machine.device_bytes, wishes.device_memory)
-    if machine.unified and wishes.device_memory is not None:
-        host = min(host, wishes.device_memory)
-    tiers = {"host": host} if machine.unified else {"device": device, "host": host}
-    return {**tiers, "disk": wishes.disk_free, "checkpoint": wishes.checkpoint_free}
-
-
-def _most(total_bytes: int, told_bytes: int | None) -> int:
-    return int(total_bytes * MEMORY_SHARE) if told_bytes is None else min(told_bytes, total_bytes)
-
-
-def _first_that_fits(
-    spec: ModelSpec, machine: Machine, wishes: Wishes, limits: dict[str, int | None]
-) -> tuple[_Candidate, str]:
-    """The first candidate that fits and "", or the one that lacks least and what it lacks."""
-    closest: tuple[int, str, _Candidate] | None = None
-    for largest in _candidates(spec, machine, wishes, limits):
-        for candidate in chain([largest], _fewer_copies(spec, largest, wishes)):
-            lacking = _lacking(candidate.footprint, limits, machine, wishes)
-            if not lacking:
-                return candidate, ""
-            excess = sum(nbytes for nbytes, _ in lacking)
-            if closest is None or excess < closest[0]:
-                closest = (excess, lacking[0][1], candidate)
-            if candidate.footprint.peak["host"] > (limits["host"] or 0):
-                break  # fewer copies only help the drive
-    assert closest is not None  # the first rung of the ladder is always there
-    return closest[2], closest[1]
-
-
-def _fewer_copies(spec: ModelSpec, largest: _Candidate, wishes: Wishes) -> Iterator[_Candidate]:
-    """A candidate with its state on disk in fewer and fewer copies."""
-    for copies in copy_choices(largest.placement, wishes.keep, wishes.copies, wishes.linkable)[1:]:
-        placement = replace(largest.placement, copies=copies)
-        yield replace(largest, placement=placement, footprint=_footprint(spec, placement, largest.batch, wishes))
-
-
-def _lacking(
-    found: Footprint, limits: dict[str, int | None], machine: Machine, wishes: Wishes
-) -> list[tuple[int, str]]:
-    """(bytes too many, the tier in words with what it has and what is needed), empty where everything fits."""
-    fixed = [key for key in ("host_memory", "device_memory") if getattr(wishes, key) == limits["host"]]
-    source = f"offload.{fixed[0]}" if fixed else f"host memory ({machine.host_source})"
-    names = {"host": source, "disk": "offload.swap", "checkpoint": "train.output"}
-    names["device"] = f"the memory of {machine.gpu}"
-    lacking = []
-    for tier, limit in limits.items():
-        if limit is not None and found.peak[tier] > limit:
-            phase = max(found.bytes[tier], key=lambda p: found.bytes[tier][p])
-            text = f"{names[tier]} has {human(limit)} to use and {phase} needs {human(found.peak[tier], up=True)}"
-            lacking.append((found.peak[tier] - limit, text))
-    both, room = found.peak["disk"] + found.peak["checkpoint"], wishes.disk_free
-    if wishes.same_drive and room is not None and both > room:
-        text = f"the drive of offload.swap and train.output has {human(room)} and both need {human(both, up=True)}"
-        lacking.append((both - room, text))
-    return lacking
-
-
-def _candidates(
-    spec: ModelSpec, machine: Machine, wishes: Wishes, limits: dict[str, int | None]
-) -> Iterator[_Candidate]:
-    """From everything in memory to everything on disk; when all is there, fewer slots and more sweeps."""
-    ladder = list(_ladder(spec, machine, wishes))
-    slot_choices = [wishes.slots] if wishes.slots else [2, 1]
-    for slots in slot_choices:
-        for placement in ladder if slots == slot_choices[0] else ladder[-1:]:
-            yield _sized(spec, replace(placement, slots=slots), wishes, limits, wishes.sweeps or 1)
-    sweeps = 2
-    while not wishes.sweeps and sweeps * max(1, wishes.micro_batch_size) <= wishes.batch_size:
-        placement = replace(ladder[-1], slots=slot_choices[-1], accumulate=True)
-        yield _sized(spec, placement, wishes, limits, sweeps)
-        sweeps *= 2
-
-
-def _ladder(spec: ModelSpec, machine: Machine, wishes: Wishes) -> Iterator[Placement]:
-    """Placements with more and more on disk; on a CPU saved inputs that stay in memory are kept as they are."""
-    rest = {kind: getattr(wishes, kind) for kind in KINDS}
-    memory = dict.fromkeys(KINDS, "host") | {"activations": "device" if machine.unified else "host"}
-    chosen = {kind: memory[kind] if rest[kind] == "auto" else rest[kind] for kind in KINDS}
-    for kind in ("", *TO_DISK):
-        if kind and not (wishes.swap and rest[kind] == "auto"):
-            continue
-        if kind:
-            chosen[kind] = "disk"
-        placement = Placement(
-            parameters=chosen["parameters"], gradients=chosen["gradients"], optimizer=chosen["optimizer"],
-            activations=chosen["activations"], unified=machine.unified, compute=wishes.compute, storage=spec.dtype,
-            accumulate=wishes.sweeps > 1, commit="hold" if wishes.commit == "auto" else wishes.commit,
-            share=spec.share, kept=len(spec.unfolding_seats) if wishes.recompute == "none" else 0,
-        )  # fmt: skip
-        yield replace(placement, copies=copy_choices(placement, wishes.keep, wishes.copies, wishes.linkable)[0])
-
-
-def _sized(
-    spec: ModelSpec, placement: Placement, wishes: Wishes, limits: dict[str, int | None], sweeps: int
-) -> _Candidate:
-    """The candidate with the largest micro-batch of reasonable cost: few tokens, and a small share of the memory."""
-    whole = Batch(wishes.batch_size, wishes.max_length, 1, sweeps, wishes.score_copies)
-    rows = min(wishes.micro_batch_size or whole.rows_per_sweep, whole.rows_per_sweep)
-    if not wishes.micro_batch_size:
-        rows = max(1, min(rows, MICRO_TOKENS // wishes.max_length))
-        while rows > 1 and not _reasonable(spec, placement, replace(whole, micro_rows=rows), wishes, limits):
-            rows -= 1
-        rows = -(-whole.rows_per_sweep // -(-whole.rows_per_sweep // rows))  # equal micro-batches, as many
-    batch = replace(whole, micro_rows=rows)
-    return _Candidate(placement, batch, _footprint(spec, placement, batch, wishes), spec.recipe)
-
-
-def _reasonable(
-    spec: ModelSpec, placement: Placement, batch: Batch, wishes: Wishes, limits: dict[str, int | None]
-) -> bool:
-    tier = "host" if placement.unified else "device"
-    limit = limits[tier] or 0
-    working = sum(computation(spec, placement, batch).values())
-    if working > WORKING_SHARE * limit:
-        return False
-    return _footprint(spec, placement, batch, wishes).peak[tier] <= limit
-
-
-def _footprint(spec: ModelSpec, placement: Placement, batch: Batch, wishes: Wishes) -> Footprint:
-    return footprint(
-        spec, placement, batch,
-        baseline_bytes=wishes.baseline_bytes, keep=wishes.keep or 2, linked=linked(placement),
-        export_item_bytes=wishes.export_item_bytes,
-        reading_bytes=wishes.reading_bytes, random=wishes.random,
-    )  # fmt: skip
-
-
-def _describe(
-    spec: ModelSpec, chosen: _Candidate, machine: Machine, wishes: Wishes, limits: dict[str, int | None], shortage: str
-) -> Plan:
+def _describe(space: Space, chosen: Candidate, first: Candidate, shortage: str = "") -> Plan:
+    """The plan without its times; `first`: of the ladder, by which reasons tell what fits."""
+    spec, machine, wishes, limits = space.spec, space.machine, space.wishes, space.limits
+    placement, batch = chosen.placement, chosen.batch
     return Plan(
-        placement=chosen.placement,
-        batch=chosen.batch,
+        placement=placement,
+        batch=batch,
         device=machine.device,
         threads=wishes.threads or machine.cores,
         footprint=chosen.footprint,
@@ -390,11 +243,11 @@ def _describe(
         fits=not shortage,
         smallest_change="",
         shortage=shortage,
-        reasons=tuple(reasons(spec, chosen.placement, chosen.batch, wishes, limits["host"] or 0)),
+        reasons=tuple(reasons(spec, placement, batch, wishes, limits["host"] or 0, first.placement)),
         rates_source=machine.rates_source,
         machine=machine.name,
-        graph_room_bytes=graph_room(spec, chosen.placement, chosen.batch, chosen.footprint, limits, wishes.recompute),
-        recipe=chosen.recipe.state,
-        recipe_told=chosen.recipe.told(chosen.placement.storage),
-        keep=num_kept(chosen.placement, wishes.keep),
+        graph_room_bytes=graph_room(spec, placement, batch, chosen.footprint, limits, wishes.recompute),
+        recipe=spec.recipe.state,
+        recipe_told=spec.recipe.told(placement.storage),
+        keep=num_kept(placement, wishes.keep),
     )

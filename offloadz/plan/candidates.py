@@ -1,0 +1,198 @@
+"""What a plan may choose from, and whether it fits: placements, slots, copies, kept graphs, the cut of a batch.
+
+Everything stays in memory while it fits in nine tenths of what is available; then optimizer state goes to disk, then
+gradients, parameters, and saved inputs, in the order of bytes won per byte that moves in a step: the *ladder*.  Its
+first rung that fits also fixes how the batch is cut, since that changes the order of sums and with it bits.  What a
+user fixed stays as it is.  Left to others: which of all that fit is the fastest (`fastest.py`).  The trade-off: on a
+CPU a batch is cut finer for a rung that barely fits, and is then not cut again for those that have room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain, combinations
+from typing import TYPE_CHECKING, Any
+
+from offloadz.plan.change import TO_DISK
+from offloadz.plan.copies import copy_choices, linked
+from offloadz.plan.footprint import Batch, Footprint, computation, footprint
+from offloadz.plan.kept import may_keep, most_kept
+from offloadz.plan.machine import Machine
+from offloadz.plan.placement import KINDS, Placement
+from offloadz.plan.spec import ModelSpec
+from offloadz.plan.words import human
+
+if TYPE_CHECKING:
+    from offloadz.plan.search import Wishes
+
+MEMORY_SHARE = 0.9
+"""Of what is available, left alone for whatever else the box does; a limit that a user sets is used whole."""
+
+MICRO_TOKENS = 4096
+"""Tokens of a micro-batch beyond which a CPU's products get no faster, so that more would only cost memory."""
+
+WORKING_SHARE = 0.25
+"""Most of the limit that a micro-batch's computation may take where the plan chooses its size."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A placement with a batch as it is cut, and their bytes."""
+
+    placement: Placement
+    batch: Batch
+    footprint: Footprint
+
+
+@dataclass(frozen=True)
+class Space:
+    """What was asked for, and what it has to fit in."""
+
+    spec: ModelSpec
+    machine: Machine
+    wishes: Wishes
+
+    @cached_property
+    def limits(self) -> dict[str, int | None]:
+        """Most bytes per tier: what a user set, or a share of what is there."""
+        machine, wishes = self.machine, self.wishes
+        host, device = _most(machine.host_bytes, wishes.host_memory), _most(machine.device_bytes, wishes.device_memory)
+        if machine.unified and wishes.device_memory is not None:
+            host = min(host, wishes.device_memory)
+        tiers = {"host": host} if machine.unified else {"device": device, "host": host}
+        return {**tiers, "disk": wishes.disk_free, "checkpoint": wishes.checkpoint_free}
+
+    def candidate(self, placement: Placement, batch: Batch) -> Candidate:
+        """With its bytes."""
+        wishes = self.wishes
+        found = footprint(
+            self.spec, placement, batch,
+            baseline_bytes=wishes.baseline_bytes, keep=wishes.keep or 2, linked=linked(placement),
+            export_item_bytes=wishes.export_item_bytes,
+            reading_bytes=wishes.reading_bytes, random=wishes.random,
+        )  # fmt: skip
+        return Candidate(placement, batch, found)
+
+    def lacking(self, found: Footprint) -> list[tuple[int, str]]:
+        """(bytes too many, the tier in words with what it has and what is needed), empty where everything fits."""
+        limits, wishes = self.limits, self.wishes
+        lacking = []
+        for tier, limit in limits.items():
+            if limit is not None and found.peak[tier] > limit:
+                phase = max(found.bytes[tier], key=lambda p: found.bytes[tier][p])
+                text = f"{self._named(tier)} has {human(limit)} to use and {phase} needs "
+                lacking.append((found.peak[tier] - limit, text + human(found.peak[tier], up=True)))
+        both, room = found.peak["disk"] + found.peak["checkpoint"], wishes.disk_free
+        if wishes.same_drive and room is not None and both > room:
+            text = f"the drive of offload.swap and train.output has {human(room)} and both need {human(both, up=True)}"
+            lacking.append((both - room, text))
+        return lacking
+
+    def _named(self, tier: str) -> str:
+        """What a user knows a tier by."""
+        fixed = [key for key in ("host_memory", "device_memory") if getattr(self.wishes, key) == self.limits["host"]]
+        host = f"offload.{fixed[0]}" if fixed else f"host memory ({self.machine.host_source})"
+        device = f"the memory of {self.machine.gpu}"
+        return {"host": host, "device": device, "disk": "offload.swap", "checkpoint": "train.output"}[tier]
+
+    def first(self) -> tuple[Candidate, str]:
+        """The first of the ladder that fits and "", or the one that lacks least and what it lacks."""
+        closest: tuple[int, str, Candidate] | None = None
+        for largest in self._rungs():
+            for candidate in chain([largest], self._fewer_copies(largest)):
+                lacking = self.lacking(candidate.footprint)
+                if not lacking:
+                    return candidate, ""
+                excess = sum(nbytes for nbytes, _ in lacking)
+                if closest is None or excess < closest[0]:
+                    closest = (excess, lacking[0][1], candidate)
+                if candidate.footprint.peak["host"] > (self.limits["host"] or 0):
+                    break  # fewer copies only help the drive
+        assert closest is not None  # the first rung of the ladder is always there
+        return closest[2], closest[1]
+
+    def others(self, batch: Batch) -> Iterator[Candidate]:
+        """Every placement of what is left to the plan, in the most slots and copies that fit; little on disk first."""
+        free = [kind for kind in TO_DISK if self.wishes.swap and getattr(self.wishes, kind) == "auto"]
+        for kinds in chain.from_iterable(combinations(free, n) for n in range(len(free) + 1)):
+            for slots in self._slot_choices:
+                place = replace(self._placed(kinds), slots=slots, accumulate=batch.sweeps > 1)
+                largest = self.candidate(place, batch)
+                some = chain([largest], self._fewer_copies(largest))
+                if fitting := next((one for one in some if not self.lacking(one.footprint)), None):
+                    yield fitting
+                    break
+
+    def keeping(self, chosen: Candidate) -> Candidate:
+        """The same with as many kept graphs as fit."""
+        if not may_keep(chosen.placement, self.wishes.recompute):
+            return chosen
+
+        def keeping(count: int) -> Candidate:
+            return self.candidate(replace(chosen.placement, kept=count), chosen.batch)
+
+        return keeping(most_kept(self.spec, lambda count: not self.lacking(keeping(count).footprint)))
+
+    @property
+    def _slot_choices(self) -> list[int]:
+        return [self.wishes.slots] if self.wishes.slots else [2, 1]
+
+    def _rungs(self) -> Iterator[Candidate]:
+        """From everything in memory to everything on disk; when all is there, fewer slots and more sweeps."""
+        wishes, choices = self.wishes, self._slot_choices
+        free = [kind for kind in TO_DISK if wishes.swap and getattr(wishes, kind) == "auto"]
+        ladder = [self._placed(tuple(free[:count])) for count in range(len(free) + 1)]
+        for slots in choices:
+            for placement in ladder if slots == choices[0] else ladder[-1:]:
+                yield self._sized(replace(placement, slots=slots), wishes.sweeps or 1)
+        sweeps = 2
+        while not wishes.sweeps and sweeps * max(1, wishes.micro_batch_size) <= wishes.batch_size:
+            yield self._sized(replace(ladder[-1], slots=choices[-1], accumulate=True), sweeps)
+            sweeps *= 2
+
+    def _placed(self, to_disk: tuple[str, ...]) -> Placement:
+        """With these kinds on disk; on a CPU saved inputs that stay in memory are kept as they are."""
+        wishes, unified = self.wishes, self.machine.unified
+        memory = dict.fromkeys(KINDS, "host") | {"activations": "device" if unified else "host"}
+        asked = {kind: getattr(wishes, kind) for kind in KINDS}
+        tiers: dict[str, Any] = {kind: memory[kind] if asked[kind] == "auto" else asked[kind] for kind in KINDS}
+        placement = Placement(
+            **(tiers | dict.fromkeys(to_disk, "disk")),
+            unified=unified, compute=wishes.compute, storage=self.spec.dtype, share=self.spec.share,
+            accumulate=wishes.sweeps > 1, commit="hold" if wishes.commit == "auto" else wishes.commit,
+            kept=len(self.spec.unfolding_seats) if wishes.recompute == "none" else 0,
+        )  # fmt: skip
+        return replace(placement, copies=self._copy_choices(placement)[0])
+
+    def _copy_choices(self, placement: Placement) -> list[int]:
+        return copy_choices(placement, self.wishes.keep, self.wishes.copies, self.wishes.linkable)
+
+    def _fewer_copies(self, largest: Candidate) -> Iterator[Candidate]:
+        """A candidate with its state on disk in fewer and fewer copies."""
+        for copies in self._copy_choices(largest.placement)[1:]:
+            yield self.candidate(replace(largest.placement, copies=copies), largest.batch)
+
+    def _sized(self, placement: Placement, sweeps: int) -> Candidate:
+        """With the largest micro-batch of reasonable cost: few tokens, and a small share of the memory."""
+        wishes = self.wishes
+        whole = Batch(wishes.batch_size, wishes.max_length, 1, sweeps, wishes.score_copies)
+        rows = min(wishes.micro_batch_size or whole.rows_per_sweep, whole.rows_per_sweep)
+        if not wishes.micro_batch_size:
+            rows = max(1, min(rows, MICRO_TOKENS // wishes.max_length))
+            while rows > 1 and not self._reasonable(placement, replace(whole, micro_rows=rows)):
+                rows -= 1
+            rows = -(-whole.rows_per_sweep // -(-whole.rows_per_sweep // rows))  # equal micro-batches, as many
+        return self.candidate(placement, replace(whole, micro_rows=rows))
+
+    def _reasonable(self, placement: Placement, batch: Batch) -> bool:
+        tier = "host" if placement.unified else "device"
+        limit = self.limits[tier] or 0
+        if sum(computation(self.spec, placement, batch).values()) > WORKING_SHARE * limit:
+            return False
+        return self.candidate(placement, batch).footprint.peak[tier] <= limit
+
+
+def _most(total_bytes: int, told_bytes: int | None) -> int:
+    return int(total_bytes * MEMORY_SHARE) if told_bytes is None else min(told_bytes, total_bytes)

@@ -1,0 +1,199 @@
+"""The search: the fastest of all placements by brute force, never slower with more memory or another drive.
+
+What a user fixed, and how the batch is cut, stays; the milder of two that are equally fast is taken.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise, product
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_commit_choice import box as card
+from test_search import SPEC, WISHES
+
+import offloadz.plan.candidates as candidates
+import offloadz.plan.estimate as estimating
+from offloadz.plan.bounds import least_s
+from offloadz.plan.candidates import Space
+from offloadz.plan.catalogue import read_machine
+from offloadz.plan.estimate import estimate
+from offloadz.plan.fastest import MOST, TIE
+from offloadz.plan.headers import spec_from_formula
+from offloadz.plan.machine import TYPICAL_RATES, UNVERIFIED, Machine
+from offloadz.plan.placement import KINDS, Placement
+from offloadz.plan.search import Wishes, decide
+from offloadz.plan.spec import ModelSpec
+
+GIB = 1 << 30
+SHAPES = {"7B": (4096, 11008, 32, 32, 32000), "13B": (5120, 13824, 40, 40, 32000),
+          "32B": (5120, 27648, 64, 8, 152064), "70B": (8192, 28672, 80, 8, 32000)}  # fmt: skip
+
+
+def processor(host_bytes: int, **rates: float) -> Machine:
+    """A fast CPU beside a fast drive, so that what is on disk matters."""
+    told = {**TYPICAL_RATES, "device": 4e12, "cpu": 2e9, "memory": 6e10, "h2d": 6e10, "d2h": 6e10, **rates}
+    return Machine("box", host_bytes, "a test", "cpu", host_bytes, cores=16, rates=told, rates_source="a bench")
+
+
+@cache
+def llama(name: str) -> ModelSpec:
+    """Of its config.json alone."""
+    import json
+    from tempfile import TemporaryDirectory
+
+    hidden, inner, layers, groups, words = SHAPES[name]
+    config = {
+        "model_type": "llama", "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers,
+        "num_attention_heads": hidden // 128, "num_key_value_heads": groups, "vocab_size": words,
+        "tie_word_embeddings": False,
+    }  # fmt: skip
+    with TemporaryDirectory() as directory:
+        (Path(directory) / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        return spec_from_formula(Path(directory), "bfloat16")
+
+
+def desktop(memory_gib: int, drives: int) -> Machine:
+    base = Machine("any", GIB, "a test", device_bytes=GIB)
+    found = read_machine("rtx4090", base, [Path(f"/{n}") for n in range(drives)])
+    return replace(found, host_bytes=memory_gib * GIB).computing("bfloat16", "eager")
+
+
+def asked(machine: Machine, **more: Any) -> Wishes:
+    size = machine.drive.size_bytes if machine.drive else None
+    common = {"keep": 1, "copies": 0, "linkable": True, "compute": "bfloat16", "disk_free": size}
+    return Wishes(32, 1024, swap=True, **{**common, **more})
+
+
+@pytest.mark.parametrize("clipping", [True, False])
+@pytest.mark.parametrize("machine", [card(2 * GIB), card(4 * GIB), processor(2 * GIB), processor(4 * GIB)])
+def test_no_placement_that_is_fixed_is_faster(machine: Machine, clipping: bool) -> None:
+    wishes = replace(WISHES, clipping=clipping)
+    plan = decide(SPEC, machine, wishes)
+    same = {"sweeps": plan.sweeps, "micro_batch_size": plan.micro_batch_size}
+    memory = "device" if machine.unified else "host"
+    tiers = product(*(("disk", memory if kind == "activations" else "host") for kind in KINDS))
+    commits = ("hold",) if clipping else ("hold", "shadow")
+    found = []
+    for each, commit, slots in product(tiers, commits, (1, 2)):
+        fixed = dict(zip(KINDS, each, strict=True), commit=commit, slots=slots, **same)
+        found.append(decide(SPEC, machine, replace(wishes, **fixed)))
+    times = [other.step_s for other in found if other.fits]
+    assert plan.fits and len(times) > 10 and max(times) > 1.2 * min(times)
+    assert plan.step_s <= min(times) * (1 + TIE)
+    assert any(line.startswith("placement: the fastest of") or "nothing is faster" in line for line in plan.reasons)
+
+
+@pytest.mark.parametrize(
+    ("spec", "machine"), [(SPEC, card()), (SPEC, processor(64 * GIB)), (llama("13B"), desktop(64, 1))]
+)
+def test_a_bound_is_one(spec: ModelSpec, machine: Machine) -> None:
+    """Whatever the placement: so none is left out that is faster."""
+    from offloadz.plan.footprint import Batch
+
+    batch = Batch(8, 256, 2)
+    for tiers, commit, kept in product(product(("host", "disk"), repeat=4), ("hold", "shadow"), (0, 99)):
+        place = Placement(
+            *tiers, unified=machine.unified, storage="bfloat16", commit=commit, copies=2,
+            kept=min(kept, len(spec.unfolding_seats)),
+        )  # fmt: skip
+        assert least_s(spec, place, batch, machine) <= estimate(spec, place, batch, machine).step_s, place
+
+
+@pytest.mark.parametrize(("name", "clipping"), [*((name, False) for name in SHAPES), ("13B", True)])
+def test_more_memory_or_another_drive_is_never_slower(name: str, clipping: bool) -> None:
+    """Beyond what counts as equally fast."""
+    boxes = {(gib, drives): desktop(gib, drives) for drives in (1, 2) for gib in (64, 96, 128, 192)}
+    step_s = {}
+    for key, machine in boxes.items():
+        plan = decide(llama(name), machine, asked(machine, clipping=clipping))
+        step_s[key] = plan.step_s if plan.fits else float("inf")
+    pairs = [*pairwise(key for key in boxes if key[1] == 1), *pairwise(key for key in boxes if key[1] == 2)]
+    pairs += [((gib, 1), (gib, 2)) for gib, drives in boxes if drives == 1]
+    assert all(step_s[more] <= step_s[less] * (1 + TIE) for less, more in pairs), step_s
+    assert step_s[192, 2] < 0.9 * step_s[64, 1]
+
+
+def test_of_equally_fast_ones_the_drive_is_spared() -> None:
+    machine = card(64 * GIB, device=1e11)
+    plan = decide(SPEC, machine, WISHES)
+    assert {kind: getattr(plan.placement, kind) for kind in KINDS} == dict.fromkeys(KINDS, "host")
+    assert plan.wear.written_bytes == 0 and plan.bottleneck == "device"
+
+
+def test_rates_that_nobody_measured_keep_the_order_of_the_ladder() -> None:
+    machine = replace(card(2 * GIB), rates_source=UNVERIFIED)
+    plan = decide(SPEC, machine, WISHES)
+    assert plan.placement.optimizer == "disk" and not any(line.startswith("placement:") for line in plan.reasons)
+    space = Space(SPEC, machine, WISHES)
+    assert space.keeping(space.first()[0]).placement == plan.placement
+
+
+@pytest.mark.parametrize(
+    "fixed",
+    [{"optimizer": "disk"}, {"parameters": "disk", "activations": "disk"}, {"slots": 1}, {"slots": 3}, {"sweeps": 2},
+     {"micro_batch_size": 3}, {"commit": "shadow"}, {"recompute": "all"}, {"recompute": "none"}],
+)  # fmt: skip
+@pytest.mark.parametrize("clipping", [True, False])
+def test_what_is_fixed_stays_fixed(fixed: dict[str, Any], clipping: bool) -> None:
+    plan = decide(SPEC, card(64 * GIB), replace(WISHES, clipping=clipping, **fixed))
+    seats = len(SPEC.unfolding_seats)
+    told = {kind: getattr(plan.placement, kind) for kind in KINDS}
+    told |= {"slots": plan.slots, "sweeps": plan.sweeps, "micro_batch_size": plan.micro_batch_size}
+    told |= {"commit": plan.commit, "recompute": {0: "all", seats: "none"}.get(plan.placement.kept)}
+    assert plan.fits and {key: told[key] for key in fixed} == fixed
+
+
+@pytest.mark.parametrize("gib", [2, 3, 4, 64])
+def test_the_batch_is_cut_as_by_the_first_that_fits(gib: int) -> None:
+    """How it is cut changes the order of sums, and with it bits."""
+    for machine in (card(gib * GIB), processor(gib * GIB)):
+        plan, first = decide(SPEC, machine, WISHES), Space(SPEC, machine, WISHES).first()[0]
+        assert plan.batch == first.batch
+
+
+class Counting:
+    """How often a function was called."""
+
+    def __init__(self, ask: Any) -> None:
+        self.ask, self.count = ask, 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.count += 1
+        return self.ask(*args, **kwargs)
+
+
+@pytest.fixture
+def work(monkeypatch: pytest.MonkeyPatch) -> tuple[Counting, Counting]:
+    """Walks and footprints of what follows."""
+    walks, footprints = Counting(estimating.predict), Counting(candidates.footprint)
+    monkeypatch.setattr(estimating, "predict", walks)
+    monkeypatch.setattr(candidates, "footprint", footprints)
+    return walks, footprints
+
+
+def fresh(name: str) -> ModelSpec:
+    """One of which nothing is known yet."""
+    return replace(llama(name))
+
+
+def test_a_large_model_is_decided_by_few_short_walks(work: tuple[Counting, Counting]) -> None:
+    """That is a second of one core; what was walked once is known when the same is asked under other limits."""
+    spec, machine = fresh("70B"), desktop(192, 1)
+    plan = decide(spec, machine, asked(machine))
+    assert plan.fits and len(estimate(spec, plan.placement, plan.batch, machine).program) < 3000
+    walks = work[0].count
+    assert 4 <= walks <= 4 * MOST and work[1].count < 400
+    decide(spec, machine, asked(machine))
+    assert work[0].count == walks
+
+
+def test_a_refusal_walks_nothing(work: tuple[Counting, Counting]) -> None:
+    machine = desktop(8, 1)
+    wishes = asked(machine, disk_free=256 * GIB)
+    plan = decide(fresh("70B"), machine, wishes)
+    assert not plan.fits and plan.smallest_change
+    assert work[0].count == 0 and work[1].count < 1500
