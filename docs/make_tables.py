@@ -133,11 +133,13 @@ def card_table() -> str:
 
 
 def speed(plan: Plan) -> str:
-    """Tokens a second and what is busy longest, with its share of the step where that is no nine tenths."""
+    """Tokens a second, and while clipping fires seldom; what is busy longest, with its share where that is no nine
+    tenths."""
     if not plan.fits:
         return "does not fit"
     share = (plan.busy_s or {}).get(plan.bottleneck, plan.step_s) / plan.step_s
-    return f"{plan.tokens_per_s:,.0f} ({plan.bottleneck}{f' {share:.0%}' if share < FULL else ''})"
+    seldom = f"; {plan.batch.tokens / plan.seldom_s:,.0f}" if plan.seldom_s else ""
+    return f"{plan.tokens_per_s:,.0f}{seldom} ({plan.bottleneck}{f' {share:.0%}' if share < FULL else ''})"
 
 
 def published_table() -> str:

@@ -16,6 +16,7 @@ from offloadz.plan.machine import Machine
 from offloadz.plan.ops import Op
 from offloadz.plan.placement import Placement
 from offloadz.plan.predict import Costs
+from offloadz.plan.shared import DISK_PASSES
 from offloadz.plan.spec import ModelSpec
 
 APART = 0.95
@@ -28,11 +29,18 @@ Work = Counter[str]
 def least_s(spec: ModelSpec, placement: Placement, batch: Batch, machine: Machine) -> float:
     """Seconds that no step is shorter than."""
     costs = Costs(spec, placement, batch, machine)
-    phases = [_seconds(work, costs) for work in work_of(spec, placement, batch)]
+    works = work_of(spec, placement, batch)
+    phases = [_seconds(work, costs) for work in works]
     for phase, verb in zip(phases, ("forward", "backward"), strict=True):
         phase["device"] = _device_s(spec, placement, batch, costs, verb)
-    both = {lane: phases[0][lane] + phases[1].get(lane, 0.0) for lane in phases[0]}
+    both = {lane: phases[0][lane] + phases[1][lane] for lane in phases[0]}
     shared = [both["device"] + both["cpu"]] if placement.unified else []
+    drive_bytes = sum(work["disk_read"] + work["disk_write"] for work in works)
+    if "disk_both" in costs.rates:
+        shared.append(drive_bytes / costs.rates["disk_both"])
+    if "memory_shared" in costs.rates:
+        updated_bytes = sum(work["cpu"] for work in works) * spec.recipe.moved_bytes(placement.storage)
+        shared.append((drive_bytes * DISK_PASSES + updated_bytes) / costs.rates["memory_shared"])
     return max(APART * sum(max(phase.values()) for phase in phases), *both.values(), *shared)
 
 

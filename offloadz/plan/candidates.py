@@ -119,11 +119,23 @@ class Space:
         for kinds in chain.from_iterable(combinations(free, n) for n in range(len(free) + 1)):
             for slots in self._slot_choices:
                 place = replace(self._placed(kinds), slots=slots, accumulate=batch.sweeps > 1)
-                largest = self.candidate(place, batch)
-                some = chain([largest], self._fewer_copies(largest))
-                if fitting := next((one for one in some if not self.lacking(one.footprint)), None):
+                if fitting := self._fitting(place, batch):
                     yield fitting
                     break
+
+    def beside(self, held: Candidate) -> Candidate | None:
+        """The same placement with shadow, as far as a run may come to it by itself; None where it does not fit."""
+        if self.wishes.commit != "auto" or not self.wishes.clipping:
+            return None
+        place = replace(held.placement, commit="shadow")
+        found = self._fitting(replace(place, copies=self._copy_choices(place)[0]), held.batch)
+        return found and self.keeping(found)
+
+    def _fitting(self, placement: Placement, batch: Batch) -> Candidate | None:
+        """With its state on disk in the most copies that fit."""
+        largest = self.candidate(placement, batch)
+        some = chain([largest], self._fewer_copies(largest))
+        return next((one for one in some if not self.lacking(one.footprint)), None)
 
     def keeping(self, chosen: Candidate) -> Candidate:
         """The same with as many kept graphs as fit."""

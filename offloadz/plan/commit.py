@@ -2,9 +2,9 @@
 
 Both are simulated; shadow is taken where it is sooner and there is room for what it writes beside.  In place is never
 taken by itself.  A clipped step is updated twice with shadow, and in fine-tuning every step may be clipped
-(docs/log.md), so with clipping a run begins with hold, in the room that shadow needs, and the placement is the fastest
-for hold.  The trade-off: a spare takes memory that other programs may want, so a gain that makes no difference
-(`fastest.TIE`), or one by rates that nobody measured, is left.
+(docs/log.md), so with clipping a run begins with hold, in the room that shadow needs.  The trade-off: a spare takes
+memory that other programs may want, so a gain that makes no difference (`fastest.TIE`), or one by rates that nobody
+measured, is left.
 """
 
 from __future__ import annotations

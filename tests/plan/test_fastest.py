@@ -25,7 +25,7 @@ from offloadz.plan.fastest import MOST, TIE
 from offloadz.plan.headers import spec_from_formula
 from offloadz.plan.machine import TYPICAL_RATES, UNVERIFIED, Machine
 from offloadz.plan.placement import KINDS, Placement
-from offloadz.plan.search import Wishes, decide
+from offloadz.plan.search import Plan, Wishes, decide
 from offloadz.plan.spec import ModelSpec
 
 GIB = 1 << 30
@@ -68,6 +68,11 @@ def asked(machine: Machine, **more: Any) -> Wishes:
     return Wishes(32, 1024, swap=True, **{**common, **more})
 
 
+def steady(plan: Plan) -> float:
+    """Seconds of a step, the mean where clipping decides between two."""
+    return (plan.step_s + (plan.seldom_s or plan.step_s)) / 2
+
+
 @pytest.mark.parametrize("clipping", [True, False])
 @pytest.mark.parametrize("machine", [card(2 * GIB), card(4 * GIB), processor(2 * GIB), processor(4 * GIB)])
 def test_no_placement_that_is_fixed_is_faster(machine: Machine, clipping: bool) -> None:
@@ -76,14 +81,14 @@ def test_no_placement_that_is_fixed_is_faster(machine: Machine, clipping: bool) 
     same = {"sweeps": plan.sweeps, "micro_batch_size": plan.micro_batch_size}
     memory = "device" if machine.unified else "host"
     tiers = product(*(("disk", memory if kind == "activations" else "host") for kind in KINDS))
-    commits = ("hold",) if clipping else ("hold", "shadow")
+    commits = ("auto",) if clipping else ("hold", "shadow")
     found = []
     for each, commit, slots in product(tiers, commits, (1, 2)):
         fixed = dict(zip(KINDS, each, strict=True), commit=commit, slots=slots, **same)
         found.append(decide(SPEC, machine, replace(wishes, **fixed)))
-    times = [other.step_s for other in found if other.fits]
+    times = [steady(other) for other in found if other.fits]
     assert plan.fits and len(times) > 10 and max(times) > 1.2 * min(times)
-    assert plan.step_s <= min(times) * (1 + TIE)
+    assert steady(plan) <= min(times) * (1 + TIE)
     assert any(line.startswith("placement: the fastest of") or "nothing is faster" in line for line in plan.reasons)
 
 
@@ -110,11 +115,11 @@ def test_more_memory_or_another_drive_is_never_slower(name: str, clipping: bool)
     step_s = {}
     for key, machine in boxes.items():
         plan = decide(llama(name), machine, asked(machine, clipping=clipping))
-        step_s[key] = plan.step_s if plan.fits else float("inf")
+        step_s[key] = steady(plan) if plan.fits else float("inf")
     pairs = [*pairwise(key for key in boxes if key[1] == 1), *pairwise(key for key in boxes if key[1] == 2)]
     pairs += [((gib, 1), (gib, 2)) for gib, drives in boxes if drives == 1]
     assert all(step_s[more] <= step_s[less] * (1 + TIE) for less, more in pairs), step_s
-    assert step_s[192, 2] < 0.9 * step_s[64, 1]
+    assert step_s[192, 2] < step_s[64, 1]
 
 
 def test_of_equally_fast_ones_the_drive_is_spared() -> None:
