@@ -1,8 +1,9 @@
 """What to change so that a plan fits: one field, or two, the mildest first.
 
 Placement comes before what costs time, that before what costs checkpoints, and only then what changes a number (the
-format of the optimizer's state, the length of samples).  Whether a change helps is the search's to say.  The
-trade-off: pairs are tried too, so a refusal of a 13B model takes up to six seconds (two cores).
+format of the optimizer's state), what has to be bought (a drive), and the length of samples.  Whether a change helps is
+the search's to say.  The trade-off: pairs are tried too, so a refusal of a 13B model takes up to six seconds (two
+cores).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ Change = Callable[[Asked], Asked]
 
 def smallest_change(asked: Asked, peak: Mapping[str, int], fits: Callable[[ModelSpec, Wishes], bool]) -> str:
     """The first change of one field that fits, else of two; empty where none does.  `peak`: bytes needed now."""
-    changes = [(text, (change,)) for text, change in _changes(asked, peak["host"])]
+    changes = [(text, (change,)) for text, change in _changes(asked, peak)]
     pairs = [(f"{a} and {b}", (*f, *g)) for i, (a, f) in enumerate(changes) for b, g in changes[i + 1 :]]
     for text, some in [*changes, *pairs]:
         other = asked
@@ -54,7 +55,7 @@ def needed(peak: Mapping[str, int], share: float, ranks: int = 1) -> str:
     return f"a machine with {host}{device}{disk} and {human(peak['checkpoint'], up=True)} under train.output"
 
 
-def _changes(asked: Asked, host_peak: int) -> Iterator[tuple[str, Change]]:
+def _changes(asked: Asked, peak: Mapping[str, int]) -> Iterator[tuple[str, Change]]:
     """(what to write, what it does to what is asked), the mildest first."""
     spec, wishes = asked.spec, asked.wishes
     if wishes.commit == "shadow":
@@ -75,9 +76,13 @@ def _changes(asked: Asked, host_peak: int) -> Iterator[tuple[str, Change]]:
     if wishes.keep != 1:
         yield "train.keep = 1", _wish(keep=1)
     if wishes.host_memory is not None:
-        yield f'offload.host_memory = "{human(host_peak, up=True)}"', _wish(host_memory=host_peak)
+        yield f'offload.host_memory = "{human(peak["host"], up=True)}"', _wish(host_memory=peak["host"])
     for recipe in cheaper(spec.recipe, spec.dtype):
         yield f'optimizer.state = "{recipe.state}"', _store(recipe)
+    room, need = wishes.disk_free, peak["disk"] + peak["checkpoint"]
+    if wishes.swap and room is not None and room < (need if wishes.same_drive else peak["disk"]):
+        told = f"name another drive in offload.swap, with {human(need, up=True)} free"
+        yield told, _wish(disk_free=room + need, linkable=False)
     length = wishes.max_length // 2
     while length >= 64:
         yield f"data.max_length = {length}", _wish(max_length=length)

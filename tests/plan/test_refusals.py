@@ -1,0 +1,29 @@
+"""What a plan that does not fit says: each tier that lacks room, and another drive where the drive does.  Kind K01."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+from test_search import SPEC, WISHES, box
+
+from offloadz.plan.search import decide
+
+GIB = 1 << 30
+TIGHT = replace(WISHES, disk_free=GIB // 4, keep=1, slots=1, micro_batch_size=1, sweeps=8)
+DISK = dict.fromkeys(("parameters", "gradients", "optimizer"), "disk")
+
+
+def test_another_drive_is_named_where_the_drive_is_what_lacks() -> None:
+    """Where cheaper formats are still too large; with so much more room it fits."""
+    asked = replace(TIGHT, max_length=64, **DISK)  # type: ignore[arg-type]
+    peak = decide(SPEC, box(4 * GIB), replace(asked, disk_free=1 << 40)).peak
+    both = peak["disk"] // 4 + peak["checkpoint"]  # each has room alone
+    for wishes in (asked, replace(asked, same_drive=True, disk_free=both, checkpoint_free=both)):
+        plan = decide(SPEC, box(4 * GIB), wishes)
+        found = re.fullmatch(r"name another drive in offload.swap, with ([\d.]+)GiB free", plan.smallest_change)
+        assert not plan.fits and found, plan.refusal()
+        room = (wishes.disk_free or 0) + int(float(found[1]) * GIB)
+        assert decide(SPEC, box(4 * GIB), replace(wishes, disk_free=room, linkable=False)).fits
+    roomy = decide(SPEC, box(100 << 20), replace(asked, disk_free=1 << 40))
+    assert not roomy.fits and "another drive" not in roomy.refusal(), "where memory lacks, a drive is no help"
