@@ -23,6 +23,7 @@ from offloadz.model.flips import adoptable, begin
 from offloadz.model.graphs import Keeping
 from offloadz.model.head import HeadSeat, LossHead
 from offloadz.model.materialize import move_buffers
+from offloadz.model.near import near_names
 from offloadz.model.optimizer import KINDS as OPTIMIZERS
 from offloadz.model.optimizer import AdamW, RunOptimizer, Settings
 from offloadz.model.outline import Outline, config_of, most_common_dtype, outline
@@ -64,6 +65,7 @@ SEED_STEP = 1 << 32
 """Between the seeds of dropout of two ranks, whose rows are not the same."""
 
 
+@near_names
 def offload(
     model: nn.Module,
     optimizer: Settings | None = None,
@@ -106,18 +108,17 @@ def offload(
     default it is made here from the wishes that follow.  `swap`: directories for what is placed on disk.  `parameters`,
     `gradients`, `optimizer_state`, `activations`: auto | device | host | disk.  `dtype`: of the working weights at
     rest, by default the parameters' own.  `micro_batch_size`, `batch_size` in rows, `max_length` in tokens (0: unknown,
-    grows as met).  `blocks`: names of the lists of blocks, where the longest list is not meant.  `output`: directory of
-    the run, which owns its swap directory.  `slots`, `sweeps`: 0 leaves them to the plan.  `max_grad_norm`: 0 is off.
-    `commit`: auto, hold, shadow (updates as gradients come, into a second copy) or in_place (the same, nothing kept: no
-    clipping, an error ends the run).  `device`: what computes, auto | cpu | one of torch's (auto: the current
-    accelerator, else the CPU), or a `Device`.  `host_memory`, `device_memory`: most bytes, a number or "48GiB".
-    `keep_float32`, `freeze`: name patterns.  `threads`: of updates.  `recompute`: blocks that run again in the
-    backward, auto (where their graphs have no room) | all | none.  `seed`: of dropout and stochastic rounding.
+    grows as met) only size the plan: a larger batch takes more memory.  `blocks`: names of the lists of blocks, where
+    the longest is not meant.  `output`: directory of the run.  `slots`, `sweeps`: 0 leaves them to the plan.
+    `max_grad_norm`: 0 is off.  `commit`: auto, hold, shadow (updates as gradients come, into a second copy) or in_place
+    (the same, nothing kept: no clipping, an error ends the run).  `device`: what computes, auto | cpu | one of torch's
+    (auto: the current accelerator, else the CPU), or a `Device`.  `host_memory`, `device_memory`: most bytes, a number
+    or "48GiB".  `keep_float32`, `freeze`: name patterns.  `threads`: of updates.  `recompute`: blocks that run again in
+    the backward, auto (where their graphs have no room) | all | none.  `seed`: of dropout and stochastic rounding.
     `poison`: see docs.  `copies`: of parameters and optimizer state where both are on disk; from 2 on a step is there
     whole or not, from 3 on `run.save` makes hard links to one.  `adopt`: a directory of such state to take over instead
-    of weights (CannotGoOn where it does not fit as it lies); what else it holds is for `model.state`.  `checksum`:
-    CRC32C of every MiB there.  `io`: auto | io_uring | threads.  `zero_stage`: auto or 0 to 3, for several ranks
-    (docs/zero.md), each with rows of its own of `batch_size` in all.
+    of weights (CannotGoOn where it does not fit as it lies).  `checksum`: CRC32C of every MiB there.  `io`: auto |
+    io_uring | threads.  `zero_stage`: auto or 0 to 3, for ranks that share the `batch_size` (docs/zero.md).
     Raises ConfigError for what is not built or wrong, DoesNotFit with numbers, before a weight is read.
     """
     tiers = {"parameters": parameters, "gradients": gradients, "optimizer_state": optimizer_state}
@@ -141,6 +142,7 @@ def offload(
     session, keeping = Session(room, poison=poison, seed=seed), _keeping(drawn.spec, plan, bool(batch_size))
     stage = Stage(session, model, seed + ranks.rank * SEED_STEP, keeping)
     run = _stand_in(model, drawn, plan, stage, None if adopt else source_of(model) or ModuleSource(model), updates)
+    run.stage.planned_positions = plan.batch.rows * plan.batch.length if batch_size and max_length else 0
     run.stage.micro_rows = micro_batch_size or (plan.micro_batch_size if batch_size else 0)
     run.sweeps = sweeps or (plan.sweeps if batch_size else 1)
     return run

@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from offloadz.model.near import near_fields
 from offloadz.plan.errors import ConfigError
 from offloadz.plan.recipes import STATES, Recipe, recipe_of
 
@@ -90,6 +91,7 @@ def _check_patterns(whose: str, patterns: Any) -> None:
         raise ConfigError(f"{whose} = {patterns!r}; needed: a list of name patterns, such as ['*norm*']")
 
 
+@near_fields
 @dataclass(frozen=True)
 class AdamW(Settings):
     """Settings of AdamW (Loshchilov and Hutter 2019); `decoupled=False` is Adam with L2 decay in the gradient.
@@ -116,6 +118,7 @@ class AdamW(Settings):
         return self.decoupled
 
 
+@near_fields
 @dataclass(frozen=True)
 class Adam(AdamW):
     """Settings of Adam (Kingma and Ba 2015), whose decay is added to the gradient; otherwise as `AdamW`."""
@@ -126,6 +129,7 @@ class Adam(AdamW):
     name: ClassVar[str] = "adam"
 
 
+@near_fields
 @dataclass(frozen=True)
 class Lion(Settings):
     """Settings of Lion (Chen and others 2023, algorithm 2): one moment, steps of equal size, decoupled decay.
@@ -144,6 +148,7 @@ class Lion(Settings):
     keys: ClassVar[tuple[str, ...]] = ("lr", "betas", "weight_decay")
 
 
+@near_fields
 @dataclass(frozen=True)
 class SGD(Settings):
     """Settings of stochastic gradient descent as torch has it: decay in the gradient, momentum without dampening.

@@ -186,6 +186,7 @@ class Run:
         """The batch cut by rows into passes of whole micro-batches."""
         if sum(isinstance(s, TableSeat) for s in self.seats) > 1:
             batch = with_positions(batch)
+        self.stage.tell_larger(*batch["labels"].shape)
         found = swept(batch, self.stage.ranges(len(batch["labels"])), self.sweeps, self.ranks)
         if len(found) > 1:
             self._allow_sums()

@@ -7,6 +7,7 @@ with stand-ins that only look, and compares shapes (`axes.py`).  An axis is neve
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +22,8 @@ from offloadz.model.graphs import Keeping
 from offloadz.plan.errors import ConfigError
 from offloadz.runtime.devices import Device
 from offloadz.runtime.session import Session
+
+log = logging.getLogger("offloadz")
 
 ROUTED = "output_router_logits"
 RECORDED = ("output_attentions", ROUTED)
@@ -67,6 +70,8 @@ class Stage:
     """Which turns keep their graph; by default none."""
     micro_rows: int = 0
     """Rows of a micro-batch; 0: all rows at once."""
+    planned_positions: int = 0
+    """Rows times length that the plan was made for; 0: unknown, or a larger batch was told of."""
     root: RootCall | None = None
     anchor: Tensor = field(default_factory=lambda: torch.zeros(1, requires_grad=True))
     """Requires a gradient, so that a graph begins even at integer ids."""
@@ -163,6 +168,16 @@ class Stage:
     @property
     def rows(self) -> int:
         return self.root.rows if self.root is not None else 0
+
+    def tell_larger(self, rows: int, length: int) -> None:
+        """Say once that a step has more positions than the plan, whose memory and times then do not hold."""
+        if 0 < self.planned_positions < rows * length:
+            log.warning(
+                "run.step: %d rows of %d positions, planned for %d positions in all; tell offload batch_size and "
+                "max_length of the largest batch, or memory and times are not the planned ones",
+                rows, length, self.planned_positions,
+            )  # fmt: skip
+            self.planned_positions = 0
 
     def ranges(self, num_rows: int) -> list[tuple[int, int]]:
         """(first row, number of rows) of each micro-batch."""

@@ -123,6 +123,7 @@ def kept_reason(spec: ModelSpec, placement: Placement, batch: Batch, recompute: 
     """Which seats recompute, and why, in a line."""
     num, kept = len(spec.unfolding_seats), placement.kept
     graphs = f"{kept} of {num} graphs are kept, {human(kept_bytes(spec, placement, batch))}"
+    graphs += f" (gradient checkpointing in {num - kept} of {num} blocks)"
     if recompute != "auto":
         return f"recompute {recompute}: as configured, {graphs}"
     why = "memory has room" if kept == num else "more do not fit"

@@ -122,7 +122,7 @@ def _train(config: Config, console: Console, signals: Signals, stack: ExitStack,
     by_first(ranks, lambda: (check_swap(config, say), forget_ranks(config, output)))
     by_first(ranks, lambda: measure(config, task.num_steps, say, ranks.size))
     plan = decided(config, task.prompts, say, ranks)
-    for line in plan_lines(plan, config):
+    for line in plan_lines(plan, config, task.samples):
         say(f"plan: {line}")
     told = {"config.toml": config.to_toml(), "plan.json": json.dumps(plan.to_json(), indent=1) + "\n"}
     told["data.json"] = json.dumps(task.to_json(), indent=1) + "\n"

@@ -178,8 +178,8 @@ def task_lines(task: Task) -> Iterator[str]:
         yield from (f"evaluation: {line}" for line in audit.lines()[4:])
 
 
-def plan_lines(plan: Plan, config: Config) -> Iterator[str]:
-    """What was decided, with predicted bytes and times, in a few lines."""
+def plan_lines(plan: Plan, config: Config, samples: Dataset | None = None) -> Iterator[str]:
+    """What was decided, with predicted bytes and times, in a few lines; with `samples`, how full their rows are."""
     place, share = plan.placement, plan.placement.share
     yield (
         f"weights {place.storage}, computed in {place.compute} on the {plan.device}, updated {plan.recipe_told}, "
@@ -197,6 +197,13 @@ def plan_lines(plan: Plan, config: Config) -> Iterator[str]:
         f"predicted step: {lasting(plan.step_s)}, {plan.tokens_per_s:,.0f} tokens/s{share.all}, bottleneck "
         f"{plan.bottleneck} ({rates_told(plan.rates_source)})"
     )
+    if samples is not None and not samples.row_length:
+        positions = config.train.batch_size * config.data.max_length
+        tokens = config.train.batch_size * samples.audit.num_tokens // max(1, len(samples))
+        yield (
+            f"predicted for {positions:,} positions a step (rows of data.max_length), about {tokens:,} of them tokens: "
+            "shorter rows take less time"
+        )
     if plan.wear.written_bytes:
         yield from plan.wear.lines()
     told = ("state on disk in", "recompute", "zero stage")

@@ -456,3 +456,27 @@ def test_positions_for_each_row_and_for_all_in_turn(own_first: bool) -> None:
             return [float(run.step(batch, loss_fn=turn)) for turn, batch in zip(turns, batches(3), strict=True)]
 
     assert losses(2) == pytest.approx(losses(4), rel=1e-5)
+
+
+def test_a_batch_larger_than_planned_is_told_of_once(swap: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows, length = STEPS[0]["labels"].shape
+    with offloaded(swap, batch_size=rows, max_length=length) as run:
+        run.step(STEPS[0])
+        assert "planned for" not in caplog.text
+        for _ in range(2):
+            run.step({key: torch.cat([value, value]) for key, value in STEPS[0].items()})
+    told = f"run.step: {2 * rows} rows of {length} positions, planned for {rows * length} positions in all"
+    assert caplog.text.count(told) == 1
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: offloadz.offload(nn.Linear(1, 1), swop="x"), "offload has no swop; nearest is swap"),
+        (lambda: offloadz.AdamW(learning_rate=1e-3), "AdamW has no learning_rate; it takes lr, betas, eps"),
+        (lambda: offloadz.SGD(momentums=0.5), "SGD has no momentums; nearest is momentum"),
+    ],
+)
+def test_misspelt_keywords_are_answered(call: Callable[[], Any], words: str) -> None:
+    with pytest.raises(TypeError, match=words):
+        call()

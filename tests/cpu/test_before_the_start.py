@@ -19,6 +19,7 @@ from offloadz.plan.errors import ConfigError
 from offloadz.plan.headers import model_spec
 from offloadz.plan.spec import ModelSpec
 from offloadz.plan.wishes import question
+from offloadz.train.planning import plan_lines, read_task
 
 
 def run(told: dict[str, dict[str, Any]]) -> int:
@@ -107,3 +108,16 @@ def test_a_swap_path_without_its_parent(tmp_path: Path, capsys: pytest.CaptureFi
     with pytest.raises(ConfigError, match=r"offload\.swap = .*: neither .*mnt/nvme nor .*mnt exists; mount the drive"):
         run(tables(tmp_path, **short, **far))
     assert not (tmp_path / "mnt").exists()
+
+
+# ---- a plan counts positions, a run tokens ----
+
+
+def test_how_full_rows_are_is_told_where_they_are_padded(tmp_path: Path) -> None:
+    config = config_from_tables(tables(tmp_path), training=True)
+    samples = read_task(config).samples
+    lines = list(plan_lines(question(config).answer(), config, samples))
+    mean = samples.audit.num_tokens / len(samples)
+    assert any(
+        f"predicted for 192 positions a step (rows of data.max_length), about {int(6 * mean)} of" in t for t in lines
+    )

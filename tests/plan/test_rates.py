@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from offloadz.plan.footprint import DRIVER_BYTES
-from offloadz.plan.machine import Machine
+from offloadz.plan.machine import Machine, rates_told
 from offloadz.plan.recipes import Recipe
 from offloadz.plan.search import Plan, Wishes, decide
 from offloadz.plan.shapes import ParamInfo, TableInfo, make_spec
@@ -94,3 +94,9 @@ def test_a_step_is_not_shorter_than_what_its_lanes_share_takes() -> None:
     assert 2 * written / 1e7 <= bound.step_s < 3.5 * written / 1e7, (
         "what is written is read too, and weights more often"
     )
+
+
+def test_long_lists_of_sources_are_cut_for_people() -> None:
+    told = rates_told("machine file a.toml (" + "disk_read: measured on a drive; " * 40 + ")")
+    assert len(told) < 300 and "... (all with --json)" in told and told.endswith("nothing was measured by this command")
+    assert "..." not in rates_told("machine file a.toml")
