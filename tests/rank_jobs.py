@@ -109,6 +109,24 @@ def load(rank: int, folder: str, saved: str, **how: Any) -> None:
         leave(folder, rank, out)
 
 
+def whole(rank: int, folder: str, **how: Any) -> None:
+    """Some steps, then the optimizer's state in torch's form, put back and taken again, and the module with weights."""
+    run = offloadz.offload(tiny("qwen3"), offloadz.AdamW(lr=1e-3), **how)
+    for batch in batches(3):
+        run.step(dealt(batch, rank))
+    held, told = shards(run), run.optimizer.state_dict()
+    for state in told["state"].values():
+        state["exp_avg"] = -state["exp_avg"]
+    run.optimizer.load_state_dict(told)
+    again, names = run.optimizer.state_dict(), [name for g in told["param_groups"] for name in g["param_names"]]
+    run.close(materialize=True)
+    leave(folder, rank, {
+        **held, "told": {name: told["state"][i] for i, name in enumerate(names)},
+        "again": {name: again["state"][i] for i, name in enumerate(names)},
+        "module": {name: param.detach() for name, param in run.model.named_parameters()},
+    })  # fmt: skip
+
+
 def overflow(rank: int, folder: str, **how: Any) -> None:
     """A gradient that is not finite on the last rank alone, in the second of three steps."""
     out = []
@@ -183,6 +201,23 @@ def differ(rank: int, folder: str, **how: Any) -> None:
             told = "nothing was raised"
         except RankFailed as error:
             told = str(error)
+    leave(folder, rank, told)
+
+
+def cut(rank: int, folder: str, path: str) -> None:
+    """Models that are cut over ranks already: one by its layers with torch, one by transformers' plan as it is read."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+    from transformers import AutoModelForCausalLM
+
+    dist.init_process_group("gloo")
+    mesh, model, told = init_device_mesh("cpu", (2,)), tiny("llama"), []
+    parallelize_module(model.model.layers[1].mlp.up_proj, mesh, ColwiseParallel())
+    for one in (model, AutoModelForCausalLM.from_pretrained(path, tp_plan="auto", tp_size=2)):
+        try:
+            offloadz.offload(one)
+        except offloadz.ConfigError as error:
+            told.append(str(error))
     leave(folder, rank, told)
 
 

@@ -15,6 +15,10 @@ _PLACE = 'write offload.parameters, offload.gradients, offload.optimizer = "auto
 _LORA = "offloadz trains the weights themselves and has no adapters; to train a part, name the rest in model.freeze"
 _QUANT = 'weights are not quantised here; memory is saved by placement: offload.parameters = "host" or "disk"'
 _SHARD = "there is no back end to choose; placement is in [offload], and offload.zero_stage is for several ranks"
+_CUT = (
+    "layers are not cut over ranks (no tensor or pipeline parallelism); several ranks share a model by its rows: start "
+    "them with torchrun, and leave offload.zero_stage to the plan"
+)
 _RECOMPUTE = (
     'write offload.recompute = "all" (blocks run again in the backward; auto: where their graphs have no room), and '
     "offload.activations for where the inputs of blocks live"
@@ -54,6 +58,8 @@ FOREIGN: dict[str, str] = {
     "fsdp": _SHARD,
     "fsdp_config": _SHARD,
     "strategy": _SHARD,
+    **dict.fromkeys(("tp_plan", "tp_size", "tensor_parallel", "tensor_parallel_size", "device_mesh"), _CUT),
+    **dict.fromkeys(("tensor_model_parallel_size", "pipeline_model_parallel_size", "distributed_config"), _CUT),
     "zero_optimization": 'write [offload] with zero_stage = "auto"',
     "stage": 'write offload.zero_stage = "auto"',
     "offload_optimizer": 'write offload.optimizer = "host" or "disk"',

@@ -11,10 +11,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from offloadz.memory.flat import spans
+from offloadz.memory.flat import DTYPES, spans
 from offloadz.model.body import Place
-from offloadz.model.together import require_alone
-from offloadz.plan.errors import DoesNotFit
+from offloadz.model.together import NOTHING, joined, require_memory
 from offloadz.plan.machine import host_limit
 from offloadz.runtime.session import Session
 
@@ -30,19 +29,19 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
 
 def put_back(model: nn.Module, session: Session, places: Sequence[Place]) -> None:
     """Put every weight where its parameter stood, tied ones as one object.  Raises DoesNotFit with both figures."""
-    require_alone(session.room.ranks, "run.close(materialize=True)")
     params = dict(model.named_parameters())
     need, free = sum(p.numel() * p.element_size() for p in params.values()), host_limit().available_bytes
-    if need > free:
-        raise DoesNotFit(f"materialize: the weights take {need} bytes, {free} are available; export the model instead")
+    require_memory(session.room.ranks, need, free, "materialize: the weights take", "export the model instead")
     whole: dict[str, Tensor] = {}
+    for section in (s for unit in session.spec.units for s in unit.sections):
+        for name in (m.name for m in section.members):
+            if name not in whole:
+                whole[name] = torch.full(params[name].shape, NOTHING, dtype=DTYPES[section.dtype])
     for view in session.parts():
         for span in spans(view.unit, view.part):
-            name = span.member.name
-            if name not in whole:
-                whole[name] = torch.empty(params[name].shape, dtype=view.weight.dtype)
-            flat, at = whole[name].view(-1), span.first_element
+            flat, at = whole[span.member.name].view(-1), span.first_element
             flat[at : at + span.stop - span.start] = view.weight[span.part_slice]
+    joined(session, whole.values(), "run.close(materialize=True)")
     made: dict[str, nn.Parameter] = {}
     for place in places:
         if place.name not in made:

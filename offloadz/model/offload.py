@@ -163,12 +163,26 @@ def _check_arguments(model: nn.Module, tiers: dict[str, str], optimizer: Any) ->
     """What a caller may easily get wrong in kind."""
     if id(model) in RUNS:
         raise ConfigError(f"this {type(model).__name__} is already offloaded; first run.close(materialize=True)")
+    _check_uncut(model)
     for kind, tier in tiers.items():
         if tier not in ("auto", *TIERS):
             raise ConfigError(f"{kind} = {tier!r}; needed: auto, {', '.join(TIERS)}")
     if optimizer is not None and not isinstance(optimizer, Settings):
         kinds = ", ".join(f"offloadz.{kind.__name__}" for kind in OPTIMIZERS.values())
         raise ConfigError(f"optimizer is a {type(optimizer).__name__}; needed: one of {kinds}, such as AdamW(lr=...)")
+
+
+def _check_uncut(model: nn.Module) -> None:
+    """ConfigError for a model of which each rank has a piece already; what is whole says nothing of a mesh."""
+    mesh = getattr(model, "_device_mesh", None)
+    cut = [name for name, param in model.named_parameters() if hasattr(param, "device_mesh")]
+    if cut or mesh is not None:
+        found = f"{cut[0]} is a DTensor" if cut else f"{type(model).__name__} is spread over {mesh}"
+        raise ConfigError(
+            f"{found}: a model that is already cut over ranks (tp_plan, device_mesh, FSDP) is not built; give offload "
+            "the whole one, loaded without these (offloadz.load, best), and start with torchrun: the ranks share it by "
+            "zero_stage"
+        )
 
 
 def _most_bytes(**limits: int | str | None) -> dict[str, Any]:

@@ -9,17 +9,19 @@ megabytes for a 13B model.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from offloadz.model.aside import appearing, require_room
 from offloadz.model.files import FileRecord, StreamWriter
-from offloadz.plan.errors import ConfigError, RankFailed
+from offloadz.plan.errors import DoesNotFit, RankFailed
 from offloadz.runtime.ranks import Solo
+from offloadz.runtime.session import Session
 
 Answer = TypeVar("Answer")
 Entries = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
@@ -56,10 +58,29 @@ def writes(run: Any) -> bool:
     return run.ranks.rank == 0 or run.session.spec.share.stage > 0
 
 
-def require_alone(ranks: Solo, what: str) -> None:
-    """ConfigError for what is not built over several ranks."""
-    if ranks.size > 1:
-        raise ConfigError(f"{what} over {ranks.size} ranks is not built; use run.save or run.export")
+NOTHING = -0.0
+"""What changes no number that it is added to, not even the sign of a zero."""
+
+
+def joined(session: Session, tensors: Iterable[Tensor], what: str) -> None:
+    """Tensors in which each rank has filled its shards, the rest being NOTHING: made whole on all ranks, in place."""
+    if session.spec.share.shards == 1:
+        return
+    for tensor in tensors:
+        wide = tensor.float().view(-1)
+        session.room.ranks.sum(wide, what)
+        tensor.view(-1).copy_(wide)
+
+
+def require_memory(ranks: Solo, nbytes: int, free: int, what: str, instead: str) -> None:
+    """DoesNotFit with both figures where every rank is to make `nbytes` and one found less than `free` for all."""
+    need, all_of = nbytes * ranks.size, f" on all {ranks.size} ranks" if ranks.size > 1 else ""
+
+    def check() -> None:
+        if need > free:
+            raise DoesNotFit(f"{what} {need} bytes{all_of}, {free} are available; {instead}")
+
+    together(ranks, check)
 
 
 def by_first(ranks: Solo, work: Callable[[], object]) -> None:

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from offloadz.memory.flat import spans
 from offloadz.model.optimizer import check_group
-from offloadz.model.together import require_alone
-from offloadz.plan.errors import ConfigError, DoesNotFit
+from offloadz.model.together import NOTHING, joined, require_memory
+from offloadz.plan.errors import ConfigError
 from offloadz.plan.machine import host_limit
 from offloadz.plan.recipes import Recipe
 
@@ -32,27 +32,24 @@ def state_dict(run: Any) -> dict[str, Any]:
 
     Raises DoesNotFit where the tensors would not fit into the memory that is available.
     """
-    require_alone(run.ranks, "run.optimizer.state_dict()")
     run.flush()
     optimizer, steps = run.optimizer, run.session.steps
     params = [(n, p) for g in optimizer.param_groups for n, p in zip(g["names"], g["params"], strict=True)]
     updated = [(i, name, p) for i, (name, p) in enumerate(params) if steps.get(name, 0)]
     need = sum(4 * p.numel() * optimizer.recipe.num_moments for _, _, p in updated)
-    free = host_limit().available_bytes
-    if need > free:
-        raise DoesNotFit(
-            f"run.optimizer.state_dict() takes {need} bytes, {free} are available; run.save() writes the same in pieces"
-        )
+    what, free = "run.optimizer.state_dict()", host_limit().available_bytes
+    require_memory(run.ranks, need, free, f"{what} takes", "run.save() writes the same in pieces")
     state: dict[int, dict[str, Tensor]] = {}
     by_name: dict[str, dict[str, Tensor]] = {}
     for i, name, param in updated:
-        whole = {moment: torch.zeros(param.shape) for moment in optimizer.recipe.moments}
+        whole = {moment: torch.full(param.shape, NOTHING) for moment in optimizer.recipe.moments}
         state[i] = by_name[name] = {"step": torch.tensor(float(steps[name])), **whole}
     for view in run.session.parts():
         for span in (s for s in spans(view.unit, view.part) if s.member.name in by_name):
             for moment, values in view.moments.items():
                 flat = by_name[span.member.name][moment].view(-1)
                 flat[span.first_element : span.first_element + span.stop - span.start] = values[span.part_slice]
+    joined(run.session, (held[moment] for held in by_name.values() for moment in optimizer.recipe.moments), what)
     return {"state": state, "param_groups": _groups(optimizer)}
 
 
@@ -77,7 +74,6 @@ def load_state_dict(run: Any, told: Mapping[str, Any]) -> None:
     sides have the same names (`param_names`).  Raises ConfigError before anything is changed: another number of groups
     or parameters, other shapes, the state of another rule, amsgrad, maximize, nesterov, dampening.
     """
-    require_alone(run.ranks, "run.optimizer.load_state_dict()")
     run.flush()
     optimizer = run.optimizer
     saved = _matched(optimizer, told)

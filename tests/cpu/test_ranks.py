@@ -184,6 +184,26 @@ def test_stages_agree_to_the_last_bit(nursery: Nursery, tmp_path: Path) -> None:
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
+@pytest.mark.parametrize(("stage", "dtype"), ((0, "float32"), (1, "float32"), (3, "bfloat16")))
+def test_all_ranks_get_the_whole_in_torch_s_form(nursery: Nursery, tmp_path: Path, stage: int, dtype: str) -> None:
+    outs = nursery.run(3, "whole", tmp_path, zero_stage=stage, dtype=dtype)
+    wanted = {kind: merged(outs, kind) for kind in ("weight", "exp_avg", "exp_avg_sq")}
+    for out in outs:
+        assert set(out["module"]) == set(wanted["weight"]) == set(out["told"])
+        for name, state in out["told"].items():
+            assert torch.equal(out["module"][name].float(), wanted["weight"][name])
+            assert int(state["step"]) == 3 and torch.equal(state["exp_avg_sq"], wanted["exp_avg_sq"][name])
+            assert torch.equal(state["exp_avg"], -wanted["exp_avg"][name]), "the signs were turned afterwards"
+            assert torch.equal(out["again"][name]["exp_avg"], state["exp_avg"])
+
+
+def test_a_model_that_is_cut_already_is_refused(nursery: Nursery, tmp_path: Path) -> None:
+    tiny("llama").save_pretrained(tmp_path / "model")
+    for told in nursery.run(2, "cut", tmp_path / "out", path=str(tmp_path / "model")):
+        assert len(told) == 2 and all("tp_plan, device_mesh, FSDP" in text and "torchrun" in text for text in told)
+        assert told[0].startswith("model.layers.1.mlp.up_proj.weight is a DTensor")
+
+
 def test_threads_are_shared(nursery: Nursery, tmp_path: Path) -> None:
     """G19: two ranks do not take the same cores twice."""
     import os
