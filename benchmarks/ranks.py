@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,7 @@ SHARES = ("h100",)
 """Boxes of the catalogue whose host is the share of one GPU: with more of them it grows."""
 
 BOXES, COUNTS, ROW_LENGTH = ("rtx4090", "h100"), (1, 2, 4, 8), 4096
+GAIN_BOX, GAIN_ROWS = "h100", (1, 16, 64)
 
 
 def main() -> None:
@@ -111,23 +113,12 @@ def one_rank(folder: Path, args: argparse.Namespace) -> None:
 
 def simulated() -> Iterator[dict[str, Any]]:
     """A row per model, GPU and number of ranks."""
-    from offloadz.plan.catalogue import read_machine
-    from offloadz.plan.machine import probe_machine
-    from offloadz.plan.search import Wishes
-    from offloadz.plan.stages import decide_for
-
     for name, shape in LARGE.items():
-        spec = spec_of(shape)
         for box in BOXES:
-            machine = read_machine(box, probe_machine()).computing("bfloat16", "auto")
-            machine = replace(machine, host_bytes=4 << 40)  # the question is time, not room
             for ranks in COUNTS:
-                times = ranks if box in SHARES else 1
-                grown = {k: r * times for k, r in machine.rates.items() if k.startswith(("cpu", "memory"))}
-                machine_of_all = replace(machine, cores=machine.cores * times, rates={**machine.rates, **grown})
-                wishes = Wishes(ranks, ROW_LENGTH, compute="bfloat16", ranks=ranks, parameters="host",
-                                zero_stage=3 if ranks > 1 else "auto", gradients="host", optimizer="host")  # fmt: skip
-                plan = decide_for(spec, machine_of_all, wishes)
+                # The question is time, not room.
+                machine = replace(of_ranks(box, ranks), host_bytes=4 << 40)
+                plan = planned(shape, machine, ranks, 1, parameters="host", gradients="host", optimizer="host")
                 busy = plan.busy_s or {}
                 yield {
                     "model": name, "gpu": box, "ranks": ranks, "fits": plan.fits, "step_s": plan.step_s,
@@ -137,6 +128,48 @@ def simulated() -> Iterator[dict[str, Any]]:
                 }  # fmt: skip
 
 
+def gains() -> Iterator[dict[str, Any]]:
+    """A row per model, number of GPUs that bring their share of a server each, and rows a GPU: in memory where it fits,
+    else with what has to be on the drives."""
+    for name, shape in LARGE.items():
+        for rows in GAIN_ROWS:
+            alone = 0.0
+            for ranks in COUNTS:
+                machine = of_ranks(GAIN_BOX, ranks)
+                plans = (planned(shape, machine, ranks, rows, swap=swap) for swap in (False, True))
+                plan = next(plan for plan in plans if plan.fits)
+                each = plan.tokens_per_s / ranks
+                alone = alone or each
+                tiers = {getattr(plan.placement, kind) for kind in ("parameters", "gradients", "optimizer")}
+                yield {"model": name, "ranks": ranks, "rows": rows, "on_disk": "disk" in tiers, "each": each,
+                       "over_share": each / alone, "host_bytes": plan.peak["host"]}  # fmt: skip
+
+
+def of_ranks(box: str, ranks: int) -> Any:
+    """A box of the catalogue, grown with the number of ranks where it is the share of one GPU."""
+    from offloadz.plan.catalogue import read_machine
+    from offloadz.plan.machine import Machine
+
+    machine = read_machine(box, Machine("any", 1 << 30, "the table", device_bytes=1 << 30)).computing(
+        "bfloat16", "auto"
+    )
+    times = ranks if box in SHARES else 1
+    grown = {k: r * times for k, r in machine.rates.items() if k.startswith(("cpu", "memory", "disk"))}
+    size = {"cores": machine.cores * times, "host_bytes": machine.host_bytes * times}
+    return replace(machine, **size, rates={**machine.rates, **grown})
+
+
+def planned(shape: tuple[int, ...], machine: Any, ranks: int, rows: int, **told: Any) -> Any:
+    """The plan of stage 3 for so many rows a rank."""
+    from offloadz.plan.search import Wishes
+    from offloadz.plan.stages import decide_for
+
+    stage = 3 if ranks > 1 else "auto"
+    asked = Wishes(rows * ranks, ROW_LENGTH, compute="bfloat16", ranks=ranks, zero_stage=stage, commit="hold", keep=1)
+    return decide_for(spec_of(shape), machine, replace(asked, copies=1, **told))
+
+
+@cache
 def spec_of(shape: tuple[int, ...]) -> Any:
     from offloadz.plan.headers import spec_from_formula
 
@@ -151,14 +184,32 @@ def table(found: dict[str, Any]) -> Iterator[str]:
     for told in found.get("measured", ()):
         yield (f"{told['ranks']} ranks, stage {told['stage']}: step {told['step_s']:.3f} s "
                f"(plan {told['planned_step_s']:.3f}), net busy {told['net_busy_s']:.3f} s")  # fmt: skip
-    yield "| model | GPU | ranks | step, s | tokens/s | over one | fetch, s | between ranks, s | bottleneck |"
+    yield from simulated_table(found["simulated"])
+
+
+def simulated_table(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Markdown of `simulated`."""
+    yield "| model | GPU | ranks | step, s | tokens/s | over one | fetch, s | between ranks, s | busiest |"
     yield "|---" * 9 + "|"
-    for told in found["simulated"]:
-        one = next(t for t in found["simulated"] if (t["model"], t["gpu"]) == (told["model"], told["gpu"]))
+    for told in rows:
+        one = next(t for t in rows if (t["model"], t["gpu"]) == (told["model"], told["gpu"]))
         gain = told["tokens_per_s"] / one["tokens_per_s"] if one["tokens_per_s"] else 0.0
         yield (f"| {told['model']} | {told['gpu']} | {told['ranks']} | {told['step_s']:.2f} | "
                f"{told['tokens_per_s']:,.0f} | {gain:.2f} | {told['fetch_s']:.2f} | {told['net_s']:.2f} | "
                f"{told['bottleneck']} |")  # fmt: skip
+
+
+def gains_table(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Markdown of `gains`: a line per model and number of GPUs."""
+    yield "| model | GPUs | " + " | ".join(f"rows a GPU: {count}" for count in GAIN_ROWS) + " |"
+    yield "|---" * (2 + len(GAIN_ROWS)) + "|"
+    for model, ranks in dict.fromkeys((told["model"], told["ranks"]) for told in rows):
+        cells = []
+        for told in (t for t in rows if (t["model"], t["ranks"]) == (model, ranks)):
+            share = f", {told['over_share']:.2f}" if ranks > 1 else ""
+            share = f"{share[:2]}**{share[2:]}**" if told["over_share"] > 1.005 else share
+            cells.append(f"{told['each']:,.0f}{share}, {'drives' if told['on_disk'] else 'memory'}")
+        yield f"| {model} | {ranks} | {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import re
 import tempfile
 import tomllib
 from functools import cache
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +216,17 @@ def zero_table() -> str:
     return "\n".join(lines)
 
 
+def zero_page(text: str) -> str:
+    """docs/zero.md with what each rank keeps, and with what is predicted for GPUs, as `benchmarks/ranks.py` asks it."""
+    spec = spec_from_file_location("ranks", ROOT / "benchmarks" / "ranks.py")
+    assert spec is not None and spec.loader is not None
+    ranks = module_from_spec(spec)
+    spec.loader.exec_module(ranks)
+    text = between(text, zero_table())
+    text = between(text, "\n".join(ranks.simulated_table(list(ranks.simulated()))), 1)
+    return between(text, "\n".join(ranks.gains_table(list(ranks.gains()))), 2)
+
+
 def configuration_page() -> str:
     """docs/configuration.md: every section and key with its default and meaning, and what is refused by name."""
     lines = [
@@ -310,7 +322,7 @@ def made() -> dict[Path, str]:
         published: between(published.read_text(encoding="utf-8"), published_table()),
         step: between(step.read_text(encoding="utf-8"), f"```\n{program_text()}\n```"),
         machine: between(machine.read_text(encoding="utf-8"), catalogue_tables()),
-        zero: between(zero.read_text(encoding="utf-8"), zero_table()),
+        zero: zero_page(zero.read_text(encoding="utf-8")),
         ROOT / "docs" / "configuration.md": configuration_page(),
     }
 
