@@ -98,7 +98,7 @@ class Space:
         return {"host": host, "device": device, "disk": "offload.swap", "checkpoint": "train.output"}[tier]
 
     def first(self) -> tuple[Candidate, str]:
-        """The first of the ladder that fits and "", or the one that lacks least and what it lacks."""
+        """The first of the ladder that fits and "", or the one that lacks least and all that it lacks."""
         closest: tuple[int, str, Candidate] | None = None
         for largest in self._rungs():
             for candidate in chain([largest], self._fewer_copies(largest)):
@@ -107,7 +107,7 @@ class Space:
                     return candidate, ""
                 excess = sum(nbytes for nbytes, _ in lacking)
                 if closest is None or excess < closest[0]:
-                    closest = (excess, lacking[0][1], candidate)
+                    closest = (excess, "; ".join(text for _, text in lacking), candidate)
                 if candidate.footprint.peak["host"] > (self.limits["host"] or 0):
                     break  # fewer copies only help the drive
         assert closest is not None  # the first rung of the ladder is always there

@@ -88,7 +88,7 @@ class Plan:
     smallest_change: str
     """Empty where the plan fits; else the smallest change that would make it fit, with its field."""
     shortage: str
-    """Empty where the plan fits; else the tier that is too small, with the bytes found and needed."""
+    """Empty where the plan fits; else each tier that is too small, with bytes found and needed."""
     reasons: tuple[str, ...]
     step_s: float = 0.0
     tokens_per_s: float = 0.0

@@ -27,3 +27,9 @@ def test_another_drive_is_named_where_the_drive_is_what_lacks() -> None:
         assert decide(SPEC, box(4 * GIB), replace(wishes, disk_free=room, linkable=False)).fits
     roomy = decide(SPEC, box(100 << 20), replace(asked, disk_free=1 << 40))
     assert not roomy.fits and "another drive" not in roomy.refusal(), "where memory lacks, a drive is no help"
+
+
+def test_each_tier_that_lacks_room_is_named() -> None:
+    asked = replace(WISHES, swap=False, disk_free=None, checkpoint_free=GIB, keep=1)
+    found = decide(SPEC, box(GIB), asked).refusal()
+    assert re.search(r"host memory \(a test\) has 921\.6MiB .*; train\.output has 1\.0GiB to use and save needs", found)
