@@ -204,6 +204,15 @@ def differ(rank: int, folder: str, **how: Any) -> None:
     leave(folder, rank, told)
 
 
+def leaves(rank: int, folder: str) -> None:
+    """A group that is met and left; the threads there are afterwards."""
+    from offloadz.runtime import ranks
+
+    assert ranks.join().most(rank) == 1
+    ranks._leave()
+    leave(folder, rank, [(path / "comm").read_text().strip() for path in Path("/proc/self/task").iterdir()])
+
+
 def cut(rank: int, folder: str, path: str) -> None:
     """Models that are cut over ranks already: one by its layers with torch, one by transformers' plan as it is read."""
     from torch.distributed.device_mesh import init_device_mesh

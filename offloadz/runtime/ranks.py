@@ -267,10 +267,12 @@ def join() -> Solo:
 
 
 def _leave() -> None:
-    """End torch's threads while the interpreter is whole: one may have to give back a tensor that Python made.  Where a
-    rank has given up they may wait for what never comes, and are left."""
-    if _group is not None and not _group._given_up and dist.is_initialized():
-        dist.destroy_process_group()
+    """End torch's threads while the interpreter is whole: one may have to give back a tensor that Python made, and ends
+    the process where it cannot.  Where a rank has given up they may wait for what never comes, and are left."""
+    if _group is not None and not _group._given_up:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        del _group._data, _group._talk  # their threads end with the last who holds them
 
 
 def _meet() -> None:

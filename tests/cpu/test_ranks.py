@@ -204,6 +204,12 @@ def test_a_model_that_is_cut_already_is_refused(nursery: Nursery, tmp_path: Path
         assert told[0].startswith("model.layers.1.mlp.up_proj.weight is a DTensor")
 
 
+def test_no_thread_of_a_group_outlives_it(nursery: Nursery, tmp_path: Path) -> None:
+    """One that gives a tensor back while the interpreter ends would end the process with an error."""
+    for threads in nursery.run(2, "leaves", tmp_path):
+        assert not [name for name in threads if "gloo" in name], threads
+
+
 def test_threads_are_shared(nursery: Nursery, tmp_path: Path) -> None:
     """G19: two ranks do not take the same cores twice."""
     import os
