@@ -20,6 +20,7 @@ from offloadz.plan.found import Find
 from offloadz.plan.headers import find_directory
 from offloadz.plan.hiding import MOST_TOKENS
 from offloadz.plan.machine import rates_told
+from offloadz.plan.more import More, more_of
 from offloadz.plan.search import Plan
 from offloadz.plan.timeline import read_traces, write_trace
 from offloadz.plan.vocabulary import tokenizer_missing
@@ -56,10 +57,11 @@ def plan_command(
     config = _config(config_path, overrides)
     asked = question(config, machine_name, sets, find, weightless=True)
     plan = asked.answer()
+    more = more_of(asked, plan, len(config.offload.swap))
     if as_json:
-        print(json.dumps(plan.to_json(), indent=2))
+        print(json.dumps(plan.to_json() | {"more": more.to_json()}, indent=2))
     else:
-        _print_plan(asked, plan, list(_missing(config)))
+        _print_plan(asked, plan, list(_missing(config)), more)
     if not plan.fits:
         print(plan.refusal(), file=sys.stderr)
     return 0 if plan.fits else 3
@@ -114,7 +116,7 @@ def _missing(config: Config) -> Iterator[str]:
                 yield f"data.{key}: {pattern} is no file here; a run needs it"
 
 
-def _print_plan(asked: Question, plan: Plan, notes: Sequence[str]) -> None:
+def _print_plan(asked: Question, plan: Plan, notes: Sequence[str], more: More) -> None:
     from rich import box
     from rich.console import Console
     from rich.table import Table
@@ -145,7 +147,7 @@ def _print_plan(asked: Question, plan: Plan, notes: Sequence[str]) -> None:
         console.print(f"  {reason}", soft_wrap=True)
     console.print(f"  commit {plan.commit}, recipe {plan.recipe}, {counted(plan.threads, 'update thread')}{share.each}")
     if plan.fits:
-        _print_times(console, asked, plan)
+        _print_times(console, asked, plan, more)
 
 
 def _print_terms(console: object, plan: Plan) -> None:
@@ -156,7 +158,7 @@ def _print_terms(console: object, plan: Plan) -> None:
     console.print(f"host peak{plan.placement.share.each} ({phase}): {text}", soft_wrap=True)  # type: ignore[attr-defined]
 
 
-def _print_times(console: object, asked: Question, plan: Plan) -> None:
+def _print_times(console: object, asked: Question, plan: Plan, more: More) -> None:
     busy = ", ".join(f"{lane} {s / plan.step_s:.0%}" for lane, s in (plan.busy_s or {}).items() if s)
     told = bottleneck_told(asked.few_blocks_of(plan), plan.commit)
     hides, share = plan.hiding and plan.hiding.tokens, plan.placement.share
@@ -166,6 +168,7 @@ def _print_times(console: object, asked: Question, plan: Plan) -> None:
         f"transfers and updates are hidden behind the computation from {hides:,} tokens a step{share.each} on"
         if hides is not None
         else f"up to {MOST_TOKENS:,} tokens a step{share.each} do not hide transfers and updates behind computation",
+        *more.lines(),
         _honesty(plan),
     ]
     for line in lines:

@@ -190,8 +190,8 @@ def _planned(space: Space) -> Plan:
         return _timed(_describe(space, space.keeping(first), first), space)
     chosen, num_walked = fastest(space, first)
     plan = _timed(_describe(space, chosen, first), space)
-    told = f"the fastest of {num_walked} simulated, others are slower" if num_walked > 1 else "nothing is faster"
-    return replace(plan, reasons=(f"{FASTEST} {told} or do not fit", *plan.reasons)) if num_walked else plan
+    told = f"{num_walked} simulated; others are slower or do not fit" if num_walked > 1 else "all that fit"
+    return replace(plan, reasons=(f"{FASTEST} the fastest of {told}", *plan.reasons)) if num_walked else plan
 
 
 def _timed(plan: Plan, space: Space) -> Plan:

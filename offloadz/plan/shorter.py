@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from offloadz.plan.alike import once, unit_kinds
+from offloadz.plan.alike import first_alike, once, unit_kinds
 from offloadz.plan.spec import ModelSpec, Section, Unit
 
 FEW_PARTS, WALKED_SMALL, WALKED_LARGE = 16, (6, 10), (2, 4)
 """Blocks that are walked in place of more, of less than so many parts and of as many: a multiple of two apart, as slots
 take turns, and enough that the lanes have come to their pace."""
 
-WALKED_PARTS = 64
+WALKED_PARTS = 48
 """Most parts of a unit that are walked (a block of 70B has 204)."""
 
 WALKED_TILES = 4
@@ -70,8 +70,10 @@ def without(spec: ModelSpec, first: int, count: int) -> ModelSpec:
 
 def with_longer_parts(spec: ModelSpec) -> ModelSpec:
     """The model with parts taken together, so that the largest unit has no more than `WALKED_PARTS`."""
-    coarse = -(-max((len(kind.unit.parts) for kind in unit_kinds(spec)), default=1) // WALKED_PARTS)
-    return replace(spec, units=tuple(replace(u, coarse=min(coarse, len(u.parts))) for u in spec.units))
+    lengths = {kind.index: len(kind.unit.parts) for kind in unit_kinds(spec)}
+    coarse = -(-max(lengths.values(), default=1) // WALKED_PARTS)
+    each = zip(spec.units, first_alike(spec), strict=True)
+    return replace(spec, units=tuple(replace(u, coarse=min(coarse, lengths[first])) for u, first in each))
 
 
 def with_fewer_tiles(spec: ModelSpec) -> ModelSpec:

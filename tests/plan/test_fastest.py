@@ -64,8 +64,8 @@ def desktop(memory_gib: int, drives: int) -> Machine:
 
 def asked(machine: Machine, **more: Any) -> Wishes:
     size = machine.drive.size_bytes if machine.drive else None
-    common = {"keep": 1, "copies": 0, "linkable": True, "compute": "bfloat16", "disk_free": size}
-    return Wishes(32, 1024, swap=True, **{**common, **more})
+    common = {"swap": True, "keep": 1, "copies": 0, "linkable": True, "compute": "bfloat16", "disk_free": size}
+    return Wishes(32, 1024, **{**common, **more})
 
 
 def steady(plan: Plan) -> float:
@@ -89,7 +89,7 @@ def test_no_placement_that_is_fixed_is_faster(machine: Machine, clipping: bool) 
     times = [steady(other) for other in found if other.fits]
     assert plan.fits and len(times) > 10 and max(times) > 1.2 * min(times)
     assert steady(plan) <= min(times) * (1 + TIE)
-    assert any(line.startswith("placement: the fastest of") or "nothing is faster" in line for line in plan.reasons)
+    assert any(line.startswith("placement: the fastest of") for line in plan.reasons)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,67 @@
+"""What 32 GiB more memory, or a second drive, would bring: the plan of just that, told in lines and in JSON."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from test_command import config as config
+from test_command import run
+from test_fastest import asked, desktop, llama
+
+from offloadz.plan.more import More, more_of
+from offloadz.plan.wishes import Question
+
+GIB = 1 << 30
+
+
+def told(memory_gib: int, drives: int = 1, **wishes: object) -> tuple[Question, More]:
+    machine = desktop(memory_gib, drives)
+    question = Question(llama("13B"), machine, asked(machine, **wishes))
+    return question, more_of(question, question.answer(), drives)
+
+
+def test_more_is_the_plan_of_a_box_with_more() -> None:
+    question, more = told(64)
+    wider = Question(question.spec, desktop(96, 1), question.wishes).answer()
+    assert more.host_memory is not None and more.host_memory.step_s == wider.step_s
+    two = desktop(64, 2)
+    rates = {lane: rate for lane, rate in two.rates.items() if lane.startswith("disk")}
+    assert more.drive is not None
+    known = Question(question.spec, two, replace(question.wishes, disk_free=2 * (question.wishes.disk_free or 0)))
+    assert all(rate == pytest.approx(2 * question.machine.rates[lane]) for lane, rate in rates.items())
+    assert more.drive.step_s == pytest.approx(known.answer().step_s)
+    lines, gain = list(more.lines()), wider.tokens_per_s / more.plan.tokens_per_s - 1
+    assert lines[0] == f"with 32GiB more memory: {wider.tokens_per_s:,.0f} tokens/s (+{gain:.0%})"
+    assert lines[1].startswith("with a second drive: ") and len(lines) == 2
+    assert more.to_json()["second_drive"] == {"tokens_per_s": more.drive.tokens_per_s, "step_s": more.drive.step_s}
+
+
+def test_what_brings_nothing_is_said_in_one_line() -> None:
+    _, more = told(512, 2)
+    assert list(more.lines()) == ["32GiB more memory or one more drive would bring nothing"]
+
+
+def test_without_swap_there_is_no_second_drive() -> None:
+    _, more = told(512, swap=False, disk_free=None)
+    assert list(more.lines()) == ["32GiB more memory would bring nothing"]
+    assert more.to_json()["second_drive"] is None
+
+
+def test_a_limit_that_is_set_grows_too() -> None:
+    _, free = told(128)
+    _, set_ = told(256, host_memory=int(0.9 * 128 * GIB))
+    assert free.host_memory and set_.host_memory and set_.host_memory.limits["host"] == int(0.9 * 128 * GIB) + 32 * GIB
+
+
+def test_the_command_tells_it_beside_the_plan(config: Path) -> None:
+    words = ("plan", str(config), "--machine", "rtx4090", "--set", "host_memory=3GiB")
+    done = run(*words, "--json")
+    assert done.returncode == 0, done.stderr
+    more = json.loads(done.stdout)["more"]
+    assert set(more) == {"host_memory_32GiB", "second_drive"} and more["host_memory_32GiB"]["step_s"] > 0
+    assert "with 32GiB more memory: " in run(*words).stdout
+    refused = run(*words, "offload.host_memory=600MiB", "--json")
+    assert refused.returncode == 3 and set(json.loads(refused.stdout)["more"].values()) == {None}
