@@ -250,7 +250,8 @@ class RunOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Moments as whole fp32 tensors in torch's form, under every recipe and placement: 4 bytes a parameter and
-        moment (8 for AdamW), all in memory at once.  Raises DoesNotFit with both figures; a checkpoint streams."""
+        moment (8 for AdamW), all in memory at once, with several ranks on each of them (all call it).  Raises
+        DoesNotFit with both figures; a checkpoint streams."""
         from offloadz.model.torch_state import state_dict
 
         return state_dict(self.run)
