@@ -59,14 +59,17 @@ def told(error: BaseException) -> str:
     return text if plain else f"{type(error).__name__}: {text}"
 
 
-def verb(work: Callable[..., int]) -> Callable[..., None]:
-    """Register a verb: what it returns, or the error it ends with, becomes the exit status."""
+def verb(work: Callable[..., int], enough: tuple[type[Exception], ...] = (BrokenPipeError,)) -> Callable[..., None]:
+    """Register a verb: what it returns, or the error it ends with, becomes the exit status.
+
+    `enough`: errors by which a reader says that it has seen enough.
+    """
 
     @functools.wraps(work)
     def run(*args: Any, **options: Any) -> None:
         try:
             status = work(*args, **options)
-        except BrokenPipeError:
+        except enough:
             # `offloadz show | head`: the reader has seen enough.  What is still buffered must not be written at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             status = 0
@@ -108,7 +111,7 @@ def verbs(
     """Fine-tune all weights of a model that is larger than the device."""
 
 
-@verb
+@functools.partial(verb, enough=())
 def train(
     config: ConfigFile,
     overrides: Overrides = None,

@@ -20,8 +20,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console
-
 from offloadz.config import parse_every
 from offloadz.memory.host import give_back
 from offloadz.model.aside import write_text
@@ -34,6 +32,7 @@ from offloadz.plan.search import Plan, human
 from offloadz.runtime.meter import process_bytes
 from offloadz.runtime.ranks import Solo, join
 from offloadz.runtime.tracing import traced
+from offloadz.train import said
 from offloadz.train.begin import (
     Start,
     alone,
@@ -56,6 +55,8 @@ from offloadz.train.schedule import schedule_of, scheduler_of
 from offloadz.train.signals import Interrupted, Signals
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from offloadz.config import Config
     from offloadz.model.run import Run, StepReport
 
@@ -93,8 +94,7 @@ def train(config: Config, measure: Measure = lambda *_: None) -> int:
     `measure(config, steps, say, ranks)` is called before the plan is made: it may measure the box.
     Raises the errors of `plan/errors.py`, and `RunStopped`.
     """
-    console = Console(highlight=False, soft_wrap=True)
-    ranks = join()
+    console, ranks = said.console(), join()
     console.quiet = ranks.rank > 0
     with Signals(echo_s=ECHO_S if ranks.size > 1 else 0.0) as signals, ExitStack() as stack:
         try:

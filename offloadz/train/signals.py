@@ -6,7 +6,7 @@ first one the system's own behaviour is back, so a second one ends the process w
 process that was ended so leaves its swap directory, which the next run of the same output takes over.
 
 [Note: a closed terminal]  The kernel and the shell both tell of it by SIGHUP, so that one never counts as a second.
-What was said to the terminal, or into a pipe of the same shell, would be an error from then on and is dropped.
+Nobody reads what is said to the terminal, or into a pipe of the same shell, from then on: it goes nowhere (`said.py`).
 Under nohup SIGHUP is ignored, and stays so.
 """
 
@@ -22,6 +22,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
+
+from offloadz.train.said import dropped, let_go
 
 ENDING = (signal.SIGINT, signal.SIGTERM)
 """Those of which a second one ends at once."""
@@ -87,15 +89,14 @@ class Signals:
         for number in ENDING if not self._echo_s else ():
             signal.signal(number, signal.SIG_DFL)
         name = signal.Signals(signum).name
-        with suppress(OSError):  # the terminal that it is said to may be the one that was closed
+        with dropped():  # the terminal that it is said to may be the one that was closed
             if self._held:
                 self._tell(f"{name}: saving after this step, then ending; once more ends at once")
 
 
 def _let_go_of_terminal() -> None:
     """What is written to no file from now on goes nowhere; see [Note: a closed terminal]."""
-    with open(os.devnull, "w") as nowhere:
-        for fd in (1, 2):
-            with suppress(OSError):  # closed
-                if not stat.S_ISREG(os.fstat(fd).st_mode):
-                    os.dup2(nowhere.fileno(), fd)
+    for fd in (1, 2):
+        with suppress(OSError):  # closed
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                let_go(fd)
