@@ -231,6 +231,8 @@ def _settled(plan: Plan | None, spec: ModelSpec, wishes: Wishes, machine: Machin
             raise ConfigError(f"offload: a plan for {plan.placement.share.ranks} ranks, and there are {ranks.size}")
         if plan.recipe != spec.recipe.state:
             raise ConfigError(f"offload: state = {spec.recipe.state!r} beside a plan that says {plan.recipe!r}")
+        if wishes.commit != "auto":  # asked for, so it stays: the room to go over to another way is not made
+            plan = replace(plan, placement=replace(plan.placement, commit=plan.commit), seldom_s=0.0)
     plan = plan or decide_for(spec, *level(machine, wishes, ranks))
     where = plan.placement
     if wishes.copies > 1 and not where.flips:
@@ -247,7 +249,7 @@ def _settled(plan: Plan | None, spec: ModelSpec, wishes: Wishes, machine: Machin
 def _check_agrees(plan: Plan, wishes: Wishes) -> None:
     told = {kind: (getattr(wishes, kind), getattr(plan.placement, kind)) for kind in KINDS}
     told |= {"slots": (wishes.slots or plan.slots, plan.slots), "sweeps": (wishes.sweeps or plan.sweeps, plan.sweeps)}
-    told["commit"] = (wishes.commit, plan.placement.commit)
+    told["commit"] = (wishes.commit, plan.commit)
     told["recompute"] = (wishes.recompute, {UNLIMITED: "none", -1: "all"}.get(plan.graph_room_bytes, "auto"))
     told["zero_stage"] = (wishes.zero_stage, plan.placement.share.stage)
     told["copies"] = (wishes.copies if wishes.copies > 1 else plan.placement.copies, plan.placement.copies)

@@ -33,6 +33,7 @@ from offloadz.model.tables import TableSeat
 from offloadz.model.together import end_alike
 from offloadz.plan.errors import ConfigError
 from offloadz.plan.ops import LANES, Op
+from offloadz.plan.search import Plan
 from offloadz.runtime.meter import process_bytes
 from offloadz.runtime.ranks import Solo
 from offloadz.runtime.session import Session
@@ -76,7 +77,7 @@ class Run:
     seats: list[SeatLike]
     optimizer: RunOptimizer
     loss_head: LossHead | None
-    plan: Any = None
+    plan: Plan
     sweeps: int = 1
     max_grad_norm: float = 1.0
     threads: int = 1
@@ -93,7 +94,7 @@ class Run:
 
     def __post_init__(self) -> None:
         self._mark()
-        self._arrivals = Arrivals(self.stage, self.optimizer, self.threads, bool(getattr(self.plan, "seldom_s", 0.0)))
+        self._arrivals = Arrivals(self.stage, self.optimizer, self.threads, bool(self.plan.seldom_s))
         self.session.arrive = self._arrivals.take
 
     def step(self, batch: Batch, loss_fn: Callable[[nn.Module, Batch], Tensor] | None = None) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import random
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from tiny_models import FAMILIES, Outcome, assert_same_bits, batches, tiny, trai
 import offloadz
 from offloadz.model import arrivals
 from offloadz.plan import spec as plan_spec
+from offloadz.plan.errors import ConfigError
+from offloadz.plan.search import Plan
 
 STEPS = batches(4)
 KINDS = ("parameters", "gradients", "optimizer_state", "activations")
@@ -221,6 +224,15 @@ def test_whoever_looks_half_way_sees_the_step_before(where: str, swap: Path) -> 
     assert_same_bits(loop("shadow", where), loop("hold", "host"), where)
 
 
+def may_go_over(swap: Path) -> Plan:
+    """A plan with room for shadow that begins with hold, as with clipping and measured rates."""
+    with offloadz.offload(tiny("llama"), swap=swap, commit="shadow", **OVER) as run:
+        return replace(run.plan, seldom_s=1.0)
+
+
+OVER: dict[str, Any] = {"micro_batch_size": 2} | dict.fromkeys(KINDS, "disk")
+
+
 def test_a_plan_s_own_choice_begins_with_hold_goes_over_and_back(
     swap: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -229,12 +241,10 @@ def test_a_plan_s_own_choice_begins_with_hold_goes_over_and_back(
     steps = STEPS * 4
     commits = []
 
-    def loop(commit: str, free: bool) -> Outcome:
+    def loop(**told: Any) -> Outcome:
         out = Outcome()
-        told = {"micro_batch_size": 2, "commit": commit} | dict.fromkeys(KINDS, "disk")
-        with offloadz.offload(tiny("llama"), offloadz.AdamW(lr=1e-3), swap=swap, **told) as run:
-            run._arrivals.free = free
-            run._arrivals.__post_init__()
+        with offloadz.offload(tiny("llama"), offloadz.AdamW(lr=1e-3), swap=swap, **OVER, **told) as run:
+            assert run.session.placement.commit == "hold"
             for index, batch in enumerate(steps):
                 run.max_grad_norm = 1e-2 if index < 4 or index > 12 else 1e6
                 out.losses.append(float(run.step(batch)))
@@ -243,9 +253,23 @@ def test_a_plan_s_own_choice_begins_with_hold_goes_over_and_back(
         return out
 
     with caplog.at_level(logging.WARNING, "offloadz"):
-        found = loop("shadow", True)
+        found = loop(plan=may_go_over(swap))
     assert commits == ["hold"] * 11 + ["shadow"] * 3 + ["hold"] * 2
     lines = [record.getMessage() for record in caplog.records if "clipping fired" in record.getMessage()]
     assert ["0 of the last 8 steps" in lines[0], "2 of the last 8 steps" in lines[1]] == [True, True]
     assert len(lines) == 2
-    assert_same_bits(found, loop("hold", False), "over to hold and back")
+    assert_same_bits(found, loop(commit="hold"), "over to hold and back")
+
+
+def test_what_is_asked_for_beside_such_a_plan_is_what_it_says_and_stays(
+    swap: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arrivals, "WINDOW", 2)
+    plan = may_go_over(swap)
+    assert plan.commit == "hold"
+    with pytest.raises(ConfigError, match="commit = 'shadow' beside a plan that says 'hold'"):
+        offloadz.offload(tiny("llama"), swap=swap, plan=plan, commit="shadow", **OVER)
+    with offloadz.offload(tiny("llama"), swap=swap, plan=plan, commit="hold", **OVER) as run:
+        run.max_grad_norm = 1e6  # with the choice left to the run it would go over
+        train(run, STEPS)
+        assert run.session.placement.commit == run.plan.commit == run.plan.placement.commit == "hold"
