@@ -33,7 +33,6 @@ from offloadz.model.tables import TableSeat
 from offloadz.model.together import end_alike
 from offloadz.plan.errors import ConfigError
 from offloadz.plan.ops import LANES, Op
-from offloadz.plan.search import Plan
 from offloadz.runtime.meter import process_bytes
 from offloadz.runtime.ranks import Solo
 from offloadz.runtime.session import Session
@@ -77,7 +76,7 @@ class Run:
     seats: list[SeatLike]
     optimizer: RunOptimizer
     loss_head: LossHead | None
-    plan: Plan
+    plan: Any
     sweeps: int = 1
     max_grad_norm: float = 1.0
     threads: int = 1
