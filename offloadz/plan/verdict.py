@@ -1,8 +1,9 @@
 """Was the plan right: what it said beside what a run measured, and which lane it was wrong about.
 
 Takes the object of `plan.json` and lines of `metrics.jsonl`, so a run can ask it about itself and a report about any
-run.  A measured time is the median of the steady steps.  The trade-off: the first step of each start, those that write
-to fresh extents, and skipped steps are left out; a run of a few steps therefore gets no verdict.
+run.  A measured time is the median of the steady steps.  So is the predicted one: a run may go over to another way of
+committing, whose time a line has, and whose lanes nothing tells.  The trade-off: the first step of each start, those
+that write to fresh extents, and skipped steps are left out; a run of a few steps therefore gets no verdict.
 """
 
 from __future__ import annotations
@@ -51,7 +52,11 @@ class Compared:
 
 @dataclass(frozen=True)
 class Verdict:
-    """All that can be compared.  `lanes`: busy seconds of a step, without those that did and were to do nothing."""
+    """All that can be compared.
+
+    `lanes`: busy seconds of a step that commits as the plan says, without those that did and were to do nothing; none
+    where fewer than `LEAST_STEPS` do.
+    """
 
     step: Compared
     tokens: Compared
@@ -61,6 +66,8 @@ class Verdict:
     lanes: tuple[Compared, ...]
     num_steps: int
     """Steady steps behind it."""
+    num_own: int
+    """Those of them behind `lanes`."""
 
     def matters(self, lane: Compared) -> bool:
         """Whether a lane is off, and by enough to show in the step."""
@@ -96,21 +103,31 @@ def verdict(plan: Mapping[str, Any], lines: Sequence[Line], firsts: Collection[i
     usual = steady(lines, {*firsts, *range(1, 1 + int(plan.get("copies", 1)))})
     if len(usual) < LEAST_STEPS:
         return None
-    step_s = median(line["step_s"] for line in usual)
-    busy = {lane: median(line["busy_s"].get(lane, 0.0) for line in usual) for lane in LANES}
-    taken = plan.get("taken_s") or plan["busy_s"]
-    told = {lane: float(taken.get(lane, 0.0)) for lane in LANES}
-    lanes = tuple(Compared(lane, told[lane], busy[lane], "s") for lane in LANES if told[lane] or busy[lane])
-    step = Compared("step time", float(plan["step_s"]), step_s, "s")
-    full = float(plan["tokens_per_s"]) * float(plan["step_s"])
+    planned_s = float(plan["step_s"])
+    predicted = [float(line.get("predicted_step_s", planned_s)) for line in usual]
+    own = [line for line, told_s in zip(usual, predicted, strict=True) if told_s == planned_s]
+    step = Compared("step time", median(predicted), median(line["step_s"] for line in usual), "s")
+    full = float(plan["tokens_per_s"]) * planned_s
     tokens = Compared("tokens in a step", full, median(line["tokens"] for line in usual), "tokens")
-    return Verdict(step, tokens, tuple(_figures(plan, lines, usual)), lanes, len(usual))
+    lanes = tuple(_lanes(plan, own)) if len(own) >= LEAST_STEPS else ()
+    return Verdict(step, tokens, tuple(_figures(plan, lines, usual, step)), lanes, len(usual), len(own))
 
 
-def _figures(plan: Mapping[str, Any], lines: Sequence[Line], usual: Sequence[Line]) -> Iterator[Compared]:
+def _lanes(plan: Mapping[str, Any], own: Sequence[Line]) -> Iterator[Compared]:
+    taken = plan.get("taken_s") or plan["busy_s"]
+    for lane in LANES:
+        told, busy = float(taken.get(lane, 0.0)), median(line["busy_s"].get(lane, 0.0) for line in own)
+        if told or busy:
+            yield Compared(lane, told, busy, "s")
+
+
+def _figures(
+    plan: Mapping[str, Any], lines: Sequence[Line], usual: Sequence[Line], step: Compared
+) -> Iterator[Compared]:
     """What is no time: speed as the user sees it, bytes written, the peak of each tier that was measured."""
     speed = median(line["tokens_per_s"] for line in usual)
-    yield Compared("tokens per second", float(plan["tokens_per_s"]), speed, "tokens/s")
+    sooner = float(plan["step_s"]) / step.predicted if step.predicted else 1.0
+    yield Compared("tokens per second", float(plan["tokens_per_s"]) * sooner, speed, "tokens/s")
     written = median(line["bytes"]["disk_written"] for line in usual)
     planned = plan["disk_written_per_step"] / plan.get("ranks", 1)  # all wear the drive, a line tells of one
     if planned or written:

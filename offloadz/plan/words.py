@@ -41,6 +41,13 @@ def lasting(seconds: float) -> str:
     return f"{hours:,} h {minutes} min" if hours else f"{minutes} min"
 
 
+def difference(ratio: float, unit: str) -> str:
+    """Measured over predicted in words, such as "+20%"; beyond a factor of two the factor.  `unit`: "s" for times."""
+    if ratio >= 2:
+        return f"{ratio:,.{1 if ratio < 10 else 0}f} times as {'long' if unit == 's' else 'much'}"
+    return f"{ratio - 1:+.0%}" if ratio > 0.5 else f"{ratio:.2f} of it"
+
+
 def counted(number: int, thing: str) -> str:
     """Such as "1 slot" and "2 slots"."""
     return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"

@@ -186,7 +186,7 @@ def lanes_chart(verdict: Verdict) -> Chart:
     title = "Busy time of each lane, per step"
     svg = draw("lanes", title, paint, 60 + 32 * len(lanes))
     keys = (Key("the plan", "predicted", "box"), Key("measured", "measured", "box"))
-    return Chart("lanes", title, svg, keys, f"Medians of {verdict.num_steps} steady steps.")
+    return Chart("lanes", title, svg, keys, f"Medians of {verdict.num_own} steady steps.")
 
 
 def _lane_axis(axes: Axes, lanes: Sequence[str]) -> None:
@@ -298,6 +298,6 @@ def _bytes_axis(axes: Axes, highest: float) -> None:
 
 def all_charts(run: RunFiles, found: Verdict | None) -> dict[str, Any]:
     """Charts of the sections of a page that need nothing but the run."""
-    predicted = (run.plan or {}).get("step_s")
+    predicted = found.step.predicted if found is not None else (run.plan or {}).get("step_s")
     beside = [step_time_chart(run, predicted), *([lanes_chart(found)] if found is not None and found.lanes else [])]
     return {"learning": learning_charts(run), "beside": beside, "memory": [speed_chart(run), *memory_charts(run)]}

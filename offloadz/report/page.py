@@ -25,7 +25,7 @@ from offloadz.plan.errors import ConfigError
 from offloadz.plan.footprint import PHASES, TIERS
 from offloadz.plan.timeline import read_traces
 from offloadz.plan.verdict import LEAST_STEPS, SMALL, TOLERANCE, Compared, Verdict, verdict
-from offloadz.plan.words import counted, human, lasting
+from offloadz.plan.words import counted, difference, human, lasting
 from offloadz.report.charts import all_charts, timeline_chart
 from offloadz.report.drawing import Chart, require_matplotlib
 from offloadz.report.read import Line, RunFiles, read_run, thinned
@@ -173,19 +173,12 @@ def tiles(run: RunFiles, found: Verdict | None) -> Iterator[tuple[str, str, str]
         yield (
             "time of a step",
             lasting(found.step.measured),
-            f"the plan said {lasting(found.step.predicted)}" + (f", {difference(ratio)}" if ratio else ""),
+            f"the plan said {lasting(found.step.predicted)}" + (f", {difference(ratio, 's')}" if ratio else ""),
         )
     peak = max((line.get("bytes", {}).get("host_peak", 0) for line in steps), default=0)
     if peak:
         plan = max((run.plan or {}).get("bytes", {}).get("host", {}).values(), default=0)
         yield "host memory, peak", human(peak), f"the plan said {human(plan)}" if plan else "no plan to compare with"
-
-
-def difference(ratio: float | None) -> str:
-    """Measured against predicted, such as `+12 %`; a factor where it is large."""
-    if ratio is None:
-        return "-"
-    return f"{100 * (ratio - 1):+.0f} %".replace("-", "−") if 0.1 < ratio < 3 else f"× {ratio:.2g}"
 
 
 # ---- the plan ----------------------------------------------------------------------------------------------------
@@ -223,7 +216,7 @@ def verdict_lines(run: RunFiles, found: Verdict | None) -> Iterator[tuple[str, s
         (
             f"A step took {lasting(step.measured)} (median of {found.num_steps}), "
             f"the plan said {lasting(step.predicted)}: "
-            f"{difference(step.ratio)}, {'off by more than' if step.off else 'within'} {percent} %."
+            f"{_apart(step)}, {'off by more than' if step.off else 'within'} {percent} %."
         ),
     )
     if found.tokens.off:
@@ -245,6 +238,9 @@ def verdict_lines(run: RunFiles, found: Verdict | None) -> Iterator[tuple[str, s
                 f"{lasting(wrong.predicted)} were predicted."
             ),
         )
+    elif not found.lanes:
+        own = f"Of {counted(found.num_steps, 'steady step')} {found.num_own} came as this plan says"
+        yield "unknown", f"{own} (commit {(run.plan or {}).get('commit')}): too few to call a lane mis-rated."
     else:
         sure = "and surely mis-rated" if found.tokens.off else "and by enough to show"
         yield (
@@ -267,10 +263,14 @@ def compared_row(one: Compared, found: Verdict) -> dict[str, Any]:
         "name": f"lane {one.name}" if lane else one.name,
         "predicted": told_in(one.predicted, one.unit),
         "measured": told_in(one.measured, one.unit),
-        "difference": difference(one.ratio) if one.predicted else "not foreseen",
+        "difference": _apart(one),
         "kind": kind,
         "word": {"bad": "off", "small": "off, but small", "good": "as predicted"}[kind],
     }
+
+
+def _apart(one: Compared) -> str:
+    return difference(one.ratio, one.unit) if one.ratio is not None else "not foreseen"
 
 
 def memory_table(run: RunFiles) -> list[dict[str, Any]]:

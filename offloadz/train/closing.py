@@ -16,7 +16,7 @@ from offloadz.model.aside import write_text
 from offloadz.plan.machine import UNVERIFIED
 from offloadz.plan.search import Plan
 from offloadz.plan.verdict import Compared, Verdict, verdict
-from offloadz.plan.words import human, lasting
+from offloadz.plan.words import difference, human, lasting
 from offloadz.train.progress import duration
 
 CHECKED_STEPS = 20
@@ -82,13 +82,6 @@ def beside(one: Compared) -> str:
     """Measured and predicted, with how far off it is where that is much."""
     much = f", {difference(one.ratio, one.unit)}" if one.off and one.ratio is not None else ""
     return f"{amount(one.measured, one.unit)} ({amount(one.predicted, one.unit)} planned{much})"
-
-
-def difference(ratio: float, unit: str) -> str:
-    """Measured over predicted in words: a percentage, beyond a factor of two the factor."""
-    if ratio >= 2:
-        return f"{ratio:,.{1 if ratio < 10 else 0}f} times as {'long' if unit == 's' else 'much'}"
-    return f"off by {ratio - 1:+.0%}" if ratio > 0.5 else f"{ratio:.2f} of it"
 
 
 def amount(value: float, unit: str) -> str:

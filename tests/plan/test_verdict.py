@@ -87,3 +87,16 @@ def test_only_steady_steps_count() -> None:
     found = verdict(PLAN, [*lines, evaluation], firsts=[1, 5])
     assert found is not None and found.step.measured == 10.0
     assert verdict(PLAN, lines[:LEAST_STEPS], firsts=[]) is None
+
+
+def test_steps_that_come_another_way_are_held_to_what_was_predicted_for_them() -> None:
+    """A run that went over to shadow: 6 s were predicted for its steps, and the plan's lanes are those of hold."""
+    held = [line(step, disk_read=8.0) | {"predicted_step_s": 10.0} for step in range(1, 5)]
+    over = [line(step, 6.0, cpu=5.0) | {"predicted_step_s": 6.0} for step in range(5, 15)]
+    found = verdict(PLAN, held + over)
+    assert found is not None and (found.step.predicted, found.step.measured) == (6.0, 6.0) and not found.step.off
+    assert not any(one.off for one in found.figures) and not found.tokens.off
+    assert (found.num_steps, found.num_own) == (13, 3)
+    assert found.misrated is not None and found.misrated.name == "disk_read"
+    few = verdict(PLAN, held[:3] + over)
+    assert few is not None and (few.num_own, few.lanes, few.misrated) == (2, (), None)
