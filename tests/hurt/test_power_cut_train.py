@@ -103,6 +103,7 @@ def test_the_command_goes_on_after_a_cut(recorded: Recorded, zygote: Zygote) -> 
 
 
 @pytest.mark.full
+@pytest.mark.timeout(3600)
 def test_the_command_goes_on_after_many_cuts(recorded: Recorded, zygote: Zygote) -> None:
     draw = random.Random(6)
     assert {recorded.go_on(zygote, draw) for _ in range(ALL)} >= set(range(1, STEPS))
