@@ -1,16 +1,18 @@
 """Which copy of each state extent is the valid one, which is being written, and which a checkpoint holds.
 
-Files of `state/` exist in `num` copies with the same offsets (`weights.0.bin`, `weights.1.bin`, ...).  Per extent one
-copy is *live* (of the last flip) and at most one is *next* (written since).  A write goes to `next`, which is chosen at
-the first write after a flip among the copies that are neither live nor pinned by a checkpoint; a read gives the newest.
-What is *proposed* is written to `next` as well, and nobody reads it until it is decided, if ever.
+Files of `state/` exist in copies with the same offsets (`weights.0.bin`, `weights.1.bin`, ...), whose numbers need not
+be the first ones: what is taken over keeps its own.  Per extent one copy is *live* (of the last flip) and at most one
+is *next* (written since).  A write goes to `next`, which is chosen at the first write after a flip among the copies that
+are neither live nor pinned by a checkpoint; a read gives the newest.  What is *proposed* is written to `next` as well,
+and nobody reads it until it is decided, if ever.
 Left to others: files and bytes (`disk.py`), the record on the drive (`record.py`).  The trade-off: every extent takes
 2 + kept times its room, for which a step is whole or not there at all, and a checkpoint costs no byte.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import count, islice
 from pathlib import Path
 
 import torch
@@ -27,11 +29,24 @@ def copy_file(file: str, copy: int) -> str:
     return f"{stem}.{copy}.{end}"
 
 
+def file_and_copy(name: str) -> tuple[str, int]:
+    """What `copy_file` was given; NONE where a name is none of a copy."""
+    stem, _, end = name.rpartition(".")
+    file, _, copy = stem.rpartition(".")
+    return (f"{file}.{end}", int(copy)) if file and copy.isdecimal() else (name, NONE)
+
+
+def files_of(extents: Iterable[Extent], choice: Iterable[int]) -> list[str]:
+    """The files in which the chosen copies lie."""
+    return sorted({copy_file(e.file, copy) for e, copy in zip(extents, choice, strict=True) if copy != NONE})
+
+
 class Copies:
     """The copies of all state extents of a tier, in the order in which they were reserved."""
 
     def __init__(self, num: int) -> None:
-        self.num = num
+        self.numbers: list[int] = list(range(num))
+        """Of the copies that there are, in order."""
         self.extents: list[Extent] = []
         self._held: dict[Extent, tuple[int, int]] = {}  # (live, next); replaced as one, so a reader sees both or none
         self._tables: dict[tuple[Extent, int], torch.Tensor] = {}
@@ -84,9 +99,9 @@ class Copies:
     def _free(self, extent: Extent, live: int) -> int:
         index = self._order[extent]
         taken = {live, *(held[index] for held in self.pins.values())}
-        free = next((copy for copy in range(self.num) if copy not in taken), NONE)
+        free = next((copy for copy in self.numbers if copy not in taken), NONE)
         if free == NONE:
-            raise RuntimeError(f"{extent.label}: all {self.num} copies are live or held by checkpoints")
+            raise RuntimeError(f"{extent.label}: all {len(self.numbers)} copies are live or held by checkpoints")
         return free
 
     def table(self, extent: Extent, copy: int) -> torch.Tensor:
@@ -116,8 +131,13 @@ class Copies:
             self._held[extent] = (following, NONE)
             self._tables.pop((extent, live), None) if live != NONE else None
 
-    def adopt(self, choice: tuple[int, ...], tables: list[torch.Tensor]) -> None:
-        """Take over what a record says is live."""
+    def adopt(self, choice: Sequence[int], tables: Sequence[torch.Tensor], pins: dict[Path, tuple[int, ...]]) -> None:
+        """Take over what a record says is live and what checkpoints hold, and as many copies besides as are missing."""
+        self.pins = pins
+        used = {copy for held in (choice, *pins.values()) for copy in held if copy != NONE}
+        num = max(len(self.numbers), self._most_pinned() + 2)
+        free = (number for number in count() if number not in used)
+        self.numbers = sorted([*used, *islice(free, max(0, num - len(used)))])
         for extent, copy, table in zip(self.extents, choice, tables, strict=True):
             if copy != NONE:
                 self._held[extent] = (copy, NONE)
@@ -125,17 +145,12 @@ class Copies:
 
     def can_pin(self, going: int = 0) -> bool:
         """Whether one more checkpoint leaves every extent a copy to write to, once `going` of those here have gone."""
-        return len(self.pins) - going + 1 <= self.num - 2
+        return len(self.pins) - going + 1 <= len(self.numbers) - 2
 
-    def most_pinned(self) -> int:
+    def _most_pinned(self) -> int:
         """The largest number of different copies of one extent that checkpoints hold."""
         columns = zip(*self.pins.values(), strict=True) if self.pins else ()
         return max((len({copy for copy in column if copy != NONE}) for column in columns), default=0)
-
-    def files_of(self, choice: tuple[int, ...]) -> set[str]:
-        """The files in which the chosen copies lie."""
-        pairs = zip(self.extents, choice, strict=True)
-        return {copy_file(extent.file, copy) for extent, copy in pairs if copy != NONE}
 
     def unpinned(self, file: str, copy: int) -> list[tuple[int, int]]:
         """(offset, length) of the runs of extents in one copy of a file that no checkpoint holds."""

@@ -20,6 +20,7 @@ from typing import Any
 import numpy
 import torch
 
+from offloadz.memory.copies import files_of
 from offloadz.memory.stripes import path_of
 from offloadz.memory.tier import Extent
 from offloadz.plan.errors import DamagedState
@@ -148,6 +149,11 @@ class Saved:
     def where(self, file: str) -> Path:
         """The place of one of its files (of which only the name counts)."""
         return self.directories[path_of(file)] / file.rpartition("/")[2]
+
+    @property
+    def files(self) -> list[str]:
+        """Its files, by their names in `state/`."""
+        return files_of(self.extents, self.record.choice)
 
     @property
     def absent(self) -> list[Path]:

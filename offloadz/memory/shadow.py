@@ -22,11 +22,10 @@ import errno
 import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from offloadz.memory.copies import NONE, Copies, copy_file, is_file, links_match
+from offloadz.memory.copies import NONE, Copies, copy_file, file_and_copy, files_of, is_file, links_match
 from offloadz.memory.record import (
     FLIP_FILE,
     TABLES_FILE,
@@ -89,7 +88,7 @@ class Shadow:
         """Lengths of all files, each of the state's as often as there are copies."""
         found: dict[str, int] = {}
         for file, end in ends.items():
-            names = [copy_file(file, c) for c in range(self.copies.num)] if file.startswith(f"{STATE}/") else [file]
+            names = [copy_file(file, c) for c in self.copies.numbers] if file.startswith(f"{STATE}/") else [file]
             found |= dict.fromkeys(names, end)
         return found
 
@@ -166,14 +165,14 @@ class Shadow:
         if not self.copies.can_pin(held):
             moved = [str(path) for path in self.copies.pins if not (path / TABLES_FILE).exists()]
             told = f" ({' and '.join(moved)} was moved, and holds one until it is deleted)" if moved else ""
-            return f"{len(self.copies.pins)} checkpoints hold copies and {self.copies.num} exist{told}"
+            return f"{len(self.copies.pins)} checkpoints hold copies and {len(self.copies.numbers)} exist{told}"
         return next(filter(None, (_cannot_link(place, target) for place in self.places)), "")
 
     def link_into(self, directory: Path) -> list[str]:
         """Hard links to the files that hold the newest copies, and their checksums; returns the files' names."""
         names = []
         try:
-            for file in sorted(self.copies.files_of(self.copies.choice())):
+            for file in files_of(self.copies.extents, self.copies.choice()):
                 name = file.rpartition("/")[2]
                 os.link(self.where(file), directory / name)
                 names.append(name)
@@ -198,7 +197,7 @@ class Shadow:
     def _names(self) -> list[str]:
         """Of all files of the state, in all copies."""
         files = sorted({extent.file for extent in self.copies.extents})
-        return [copy_file(file, c) for file in files for c in range(self.copies.num)]
+        return [copy_file(file, c) for file in files for c in self.copies.numbers]
 
     def _state_files(self) -> list[Path]:
         return [self.where(name) for name in self._names() if self.where(name).exists()]
@@ -215,61 +214,83 @@ class Shadow:
             return {}
         if tuple(extents) != saved.extents:
             raise CannotGoOn(f"the state in {saved.directory} is laid out otherwise than this run lays it out")
-        names = _files(saved)
         if not self.in_place:
             self._link_here(saved)
-        elif missing := [name for name in names if not self.where(name).is_file()]:
+        elif missing := [name for name in saved.files if not self.where(name).is_file()]:
             raise CannotGoOn(f"{self.where(missing[0])} is missing")
         pins = self._known_pins(saved)
-        everything = {copy_file(file, c) for file in ends for c in range(len(names) + self.copies.num + len(pins) + 2)}
-        there = sorted(name for name in everything if self.where(name).is_file())
+        there = [name for name in self._there() if file_and_copy(name)[0] in ends]
         if strangers := [name for name in there if not links_match(self.where(name), pins)]:
             self._undo_links()
             raise CannotGoOn(f"{self.where(strangers[0])} has hard links that belong to no known checkpoint")
         for extent in extents:
             self.copies.add(extent)
-        self.copies.adopt(saved.record.choice, list(saved.record.tables))
-        self.copies.pins = pins
-        highest = max((int(name.split(".")[-2]) for name in there), default=0)
-        self.copies.num = max(self.copies.num, highest + 1, self.copies.most_pinned() + 2)
-        return {name: os.path.getsize(self.where(name)) for name in there}
+        self.copies.adopt(saved.record.choice, saved.record.tables, pins)
+        surplus = [name for name in there if file_and_copy(name)[1] not in self.copies.numbers]
+        for name in surplus:  # of a run with more copies: neither valid nor a checkpoint's
+            self.where(name).unlink()
+        return {name: os.path.getsize(self.where(name)) for name in there if name not in surplus}
+
+    def _there(self) -> list[str]:
+        """Files of the state that lie here, the records not among them."""
+        found = (f"{STATE}/{path.name}" for place in self.places for path in (place / STATE).glob("*.bin"))
+        return sorted(name for name in found if file_and_copy(name)[1] != NONE)
 
     def _link_here(self, saved: Saved) -> None:
-        """What is adopted, and what other checkpoints of this run hold: as copies here it takes no room beside them."""
-        name = ""
+        """What is adopted, and as far as there are copies for them what other checkpoints of this run hold: as copies
+        here it takes no room beside them.  Those that cannot be linked in stay as they lie."""
         try:
-            for one in (saved, *islice(self._beside(saved), max(0, self.copies.num - 3))):
-                names = {name for name in _files(one) if not self._is_same(one, name)}
-                if not any(self.where(name).exists() for name in names):
-                    for name in sorted(names):
-                        os.link(one.where(name), self.where(name))
+            self._link(saved)
         except OSError as error:
             self._undo_links()
             reason = os.strerror(error.errno or errno.EIO)
-            raise CannotGoOn(f"hard links from {saved.directory} to {self.where(name)}: {reason}") from error
+            raise CannotGoOn(f"hard links from {saved.directory} to {self.path / STATE}: {reason}") from error
+        num, numbers = len(self.copies.numbers), {file_and_copy(name)[1] for name in saved.files}
+        left, beside = num - 3, self._beside(saved)
+        known = {saved.directory.absolute(), *(one.directory for one in beside)}
+        for one in beside:
+            joined = numbers | {file_and_copy(name)[1] for name in one.files}
+            with contextlib.suppress(OSError):
+                if left > 0 and len(joined) <= num and self._is_ours_alone(one, known):
+                    self._link(one)
+                    left, numbers = left - 1, joined
 
-    def _is_same(self, saved: Saved, name: str) -> bool:
-        return self.where(name).exists() and self.where(name).samefile(saved.where(name))
+    def _link(self, saved: Saved) -> None:
+        """Names here for its files, all or none; OSError where one is not there or another file has its name."""
+        made = []
+        try:
+            for name in saved.files:
+                told = saved.where(name).stat()
+                if not (self.where(name).exists() and is_file(self.where(name), told.st_ino, told.st_dev)):
+                    os.link(saved.where(name), self.where(name))
+                    made.append(name)
+        except OSError:
+            for name in made:
+                self.where(name).unlink()
+            raise
+
+    def _is_ours_alone(self, one: Saved, known: set[Path]) -> bool:
+        """Whether nobody but `known` checkpoints links to what it holds; OSError where a file is not there."""
+        places = {*known, *(place / STATE for place in self.places)} - {one.directory}
+        return all(links_match(one.where(name), places) for name in one.files)
 
     def _beside(self, saved: Saved) -> list[Saved]:
-        """Other checkpoints of this run that are laid out alike and that nobody else links to, the newest first."""
+        """Other checkpoints of this run that are laid out alike, the newest first."""
         found: list[Saved] = []
-        for path in self._own():
-            with contextlib.suppress(OSError, DamagedState):
-                found.insert(0, read_saved(path))
-        places = {one.directory.absolute() for one in (saved, *found)}
-        others = [one for one in found if one.directory != saved.directory.absolute() and one.extents == saved.extents]
-        return [one for one in others if all(links_match(one.where(n), places - {one.directory}) for n in _files(one))]
+        for path in sorted(self._own() - {saved.directory.absolute()}, reverse=True):
+            if not any(aside in path.name for aside in (".tmp-", ".old-")):  # being removed
+                with contextlib.suppress(OSError, DamagedState):
+                    found.append(read_saved(path))
+        return [one for one in found if one.extents == saved.extents]
 
-    def _own(self) -> list[Path]:
-        """The directories of this run's checkpoints, in order."""
+    def _own(self) -> set[Path]:
+        """The directories of this run's checkpoints."""
         there = self._checkpoints
-        return sorted(p.absolute() for p in there.iterdir() if p.is_dir()) if there and there.is_dir() else []
+        return {path.absolute() for path in there.iterdir() if path.is_dir()} if there and there.is_dir() else set()
 
     def _undo_links(self) -> None:
-        for place in () if self.in_place else self.places:
-            for path in (place / STATE).glob("*.bin"):
-                path.unlink()
+        for name in () if self.in_place else self._there():
+            self.where(name).unlink()
 
     def _known_pins(self, saved: Saved) -> dict[Path, tuple[int, ...]]:
         """Checkpoints that hold files of this state: those the record tells of, and those beside each other."""
@@ -294,11 +315,11 @@ class Shadow:
     def _shared_files(self, directory: Path) -> set[str]:
         """Files of this state that have a name in `directory` too."""
         found = set()
-        for path in (path for place in self.places for path in (place / STATE).glob("*.bin")):
-            told = path.stat()
+        for name in self._there():
+            told = self.where(name).stat()
             with contextlib.suppress(OSError):
-                if is_file(directory / path.name, told.st_ino, told.st_dev):
-                    found.add(f"{STATE}/{path.name}")
+                if is_file(directory / name.rpartition("/")[2], told.st_ino, told.st_dev):
+                    found.add(name)
         return found
 
     # ---- the end -----------------------------------------------------------------------------------------------
@@ -319,12 +340,6 @@ class Shadow:
                 for offset, length in self.copies.unpinned(f"{STATE}/{stem}.{end}", int(copy)):
                     libc.fallocate(fd, _PUNCH_HOLE | _KEEP_SIZE, ctypes.c_long(offset), ctypes.c_long(length))
                 os.close(fd)
-
-
-def _files(saved: Saved) -> list[str]:
-    """The files that hold saved state."""
-    pairs = zip(saved.extents, saved.record.choice, strict=True)
-    return sorted({copy_file(extent.file, copy) for extent, copy in pairs if copy != NONE})
 
 
 def make_durable(paths: Iterable[Path]) -> None:

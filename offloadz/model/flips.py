@@ -23,7 +23,16 @@ from offloadz.memory.shadow import Shadow
 from offloadz.model.aside import appearing, flush, require_room, write_text
 from offloadz.model.export import RunStock
 from offloadz.model.linked import layout_of
-from offloadz.model.manifest import BUFFERS, MANIFEST, MODEL, decode, encode, write_manifest
+from offloadz.model.manifest import (
+    BUFFERS,
+    MANIFEST,
+    MODEL,
+    decode,
+    encode,
+    read_manifest,
+    verify,
+    write_manifest,
+)
 from offloadz.model.told import moving_of, static_of, write_buffers
 from offloadz.plan.errors import CannotGoOn, ConfigError
 from offloadz.plan.footprint import EXTRA_ROOM_BYTES
@@ -113,9 +122,9 @@ def told_of(saved: Saved) -> dict[str, Any]:
 
 
 def checkpoint_of(saved: Saved, target: Path, order: int) -> Path:
-    """Make the flipped state of a dead run a checkpoint at `target`, by links.
+    """Make the flipped state of a dead run a checkpoint at `target`, by links; every byte is read before it is there.
 
-    Raises CannotGoOn where links are not possible.
+    Raises CannotGoOn where links are not possible, DamagedState where the state is not whole.
     """
     told = told_of(saved)
     buffers = told.pop("buffers")
@@ -123,22 +132,17 @@ def checkpoint_of(saved: Saved, target: Path, order: int) -> Path:
     try:
         with appearing(target) as scratch:
             shutil.copytree(saved.directory / MODEL, scratch / MODEL)
-            names = sorted(files_of(saved))
+            names = [file.rpartition("/")[2] for file in saved.files]
             for name in names:
                 os.link(saved.where(name), scratch / name)
             put_record(scratch / TABLES_FILE, record_bytes({}, choice, tables))
             layout = (saved.directory / LAYOUT_FILE).read_text()
             _fill(scratch, names, layout, {**told, "order": order}, buffers)
+            verify(scratch, read_manifest(scratch))
     except OSError as error:
         reason = error.strerror or os.strerror(error.errno or errno.EIO)
         raise CannotGoOn(f"no checkpoint can be made of the state in {saved.directory}: {reason}") from error
     return target
-
-
-def files_of(saved: Saved) -> set[str]:
-    """Names of the files in which the valid copies lie."""
-    pairs = zip(saved.extents, saved.record.choice, strict=True)
-    return {f"{Path(e.file).stem}.{copy}.bin" for e, copy in pairs if copy >= 0}
 
 
 def adoptable(directory: Path, spec: ModelSpec, copies: int) -> Saved:

@@ -40,8 +40,18 @@ def fewer_kept(placement: Placement, keep: int) -> str:
     held = num_kept(placement, keep)
     if held >= keep:
         return ""
-    stay = "1 checkpoint is kept" if held == 1 else f"{held} checkpoints are kept"
-    return f"train.keep = {keep} needs {2 + keep} copies, there is room for {placement.copies}: {stay}"
+    return f"train.keep = {keep} needs {2 + keep} copies, there is room for {placement.copies}: {_told(held)}"
+
+
+def kept_reason(placement: Placement, keep: int) -> str:
+    """How many checkpoints stay, and why no more; `keep`: as a user fixed it, or 0."""
+    usual = "as many as is usual with links" if linked(placement) else "as many as is usual"
+    asked = f"train.keep = {keep} asks for no more" if keep else usual
+    return fewer_kept(placement, keep) or f"{_told(num_kept(placement, keep))}, {asked}"
+
+
+def _told(num: int) -> str:
+    return "1 checkpoint is kept" if num == 1 else f"{num} checkpoints are kept"
 
 
 def copies_reason(placement: Placement, asked: int, keep: int, linkable: bool) -> str:

@@ -7,7 +7,7 @@ parameter more, and in return a rotten one is passed over by name instead of met
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +45,7 @@ def save_checkpoint(directory: Path, run: Any, extra: Mapping[str, Any], keep: i
             remove_directory(target)  # it has our name and was never whole, or is not any more
 
     by_first(run.ranks, prepared)
-    old = [path for _, path in before if path != target]
-    going = tuple(old[: max(0, len(old) - (keep - 1))])
+    going = tuple(_replaced(before, target, keep))
     save_state(target, run, extra, order=max((order for order, _ in before), default=0) + 1, going=going)
     by_first(run.ranks, lambda: [remove_directory(path) for path in going])
     shadow = shadow_of(run)
@@ -62,21 +61,36 @@ def newest_order(checkpoints: Path) -> int:
 
 
 def from_flip(saved: Saved, checkpoints: Path, keep: int) -> Path:
-    """Make a checkpoint of the state that a dead run left on disk, by links; CannotGoOn where that is not possible."""
+    """Make a checkpoint of the state that a dead run left on disk, by links, then delete all but the `keep` newest.
+
+    Raises CannotGoOn where links are not possible, DamagedState where that state is not whole; none is deleted then.
+    """
     step = int(saved.record.note["step"])
-    before = [path for _, path in _in_order(checkpoints)] if checkpoints.is_dir() else []
+    before = _in_order(checkpoints) if checkpoints.is_dir() else []
     target = checkpoints / f"step-{step:06d}"
     checkpoint_of(saved, target, newest_order(checkpoints) + 1)
-    old = [path for path in before if path != target]
-    for path in old[: max(0, len(old) - (keep - 1))]:
+    for path in _replaced(before, target, keep):
         remove_directory(path)
     return target
 
 
-def beyond(checkpoints: Path, keep: int, spared: Path) -> list[Path]:
-    """All checkpoints but the `keep` newest and `spared`, the oldest first."""
+def _replaced(before: Sequence[tuple[int, Path]], target: Path, keep: int) -> list[Path]:
+    """What goes of those that were there before `target`, of which `keep` stay with it, the oldest first."""
+    old = [path for _, path in before if path != target]
+    return old[: max(0, len(old) - (keep - 1))]
+
+
+def beyond(checkpoints: Path, keep: int, valid: Path | None) -> list[Path]:
+    """All checkpoints but `keep`: those stay that are not newer than the newest valid one, as far as there are.
+
+    `valid`: that one, where it is known; None: they are read, the newest first, until one is.
+    """
     before = [path for _, path in _in_order(checkpoints)] if checkpoints.is_dir() else []
-    return [path for path in before[: max(0, len(before) - keep)] if path.absolute() != spared.absolute()]
+    if len(before) <= keep:
+        return []
+    trusted = (valid or newest_valid(checkpoints)[0] or before[-1]).absolute()
+    behind = next((at for at, path in enumerate(before, 1) if path.absolute() == trusted), len(before))
+    return [*before[behind:], *before[:behind]][: len(before) - keep]
 
 
 def prune_weights(directory: Path, step: int, keep: int) -> None:

@@ -15,14 +15,17 @@ import torch
 
 import offloadz
 from offloadz.memory.disk import DiskTier
+from offloadz.memory.record import TABLES_FILE
 from offloadz.memory.swapdir import STATE
 from offloadz.model.aside import remove_directory
 from offloadz.model.flips import cannot_link, shadow_of
 from offloadz.model.weights import add_text
-from offloadz.plan.copies import fewer_kept
-from offloadz.plan.errors import CannotGoOn
+from offloadz.plan.copies import kept_reason
+from offloadz.plan.errors import CannotGoOn, DoesNotFit
 from offloadz.plan.paths import held_bytes
-from offloadz.plan.search import Plan, human
+from offloadz.plan.rooms import apart, rooms_of
+from offloadz.plan.search import Plan
+from offloadz.plan.words import human
 from offloadz.train.begin import Start, instead_of
 from offloadz.train.checkpoint import beyond
 from offloadz.train.planning import Task, optimizer_of, threads_asked
@@ -32,6 +35,8 @@ from offloadz.train.tokens import listed
 if TYPE_CHECKING:
     from offloadz.config import Config
     from offloadz.model.run import Run
+
+LATER = "removed once the next one is saved"
 
 
 def begun(
@@ -49,18 +54,31 @@ def begun(
 
 
 def _make_room(config: Config, plan: Plan, start: Start, say: Callable[[str], None]) -> None:
-    """Say which checkpoints of an earlier start are more than the plan keeps, and remove them where they hold copies of
-    the state: the run needs these; others go once the next one is there."""
-    keep = config.train.keep
-    going = beyond(Path(config.train.output) / "checkpoints", plan.keep, start.path)
-    if not going:
-        return
-    number = "1 checkpoint is" if plan.keep == 1 else f"{plan.keep} checkpoints are"
-    why = fewer_kept(plan.placement, keep) or f"{number} kept, train.keep = {keep} asks for no more"
-    when = "removed now" if start.linked else "removed once the next one is saved"
-    say(f"checkpoints: {', '.join(path.name for path in going)} {when}: {why}")
-    for path in going if start.linked else ():
+    """Say which checkpoints of an earlier start are more than the plan keeps, and remove those that hold copies of the
+    state that the run takes over: it needs these.  Others go once the next one is there, and so do all where a user
+    went back to one of several."""
+    output, needs = Path(config.train.output), start.linked and plan.placement.flips and config.train.resume == "auto"
+    going = beyond(output / "checkpoints", plan.keep, None if start.flip else start.path)
+    now = [path for path in going if needs and (path / TABLES_FILE).exists()]
+    if now:
+        _check_room(config, plan, output)
+    for paths, when in ((now, "removed now"), ([path for path in going if path not in now], LATER)):
+        if paths:
+            why = kept_reason(plan.placement, config.train.keep)
+            say(f"checkpoints: {', '.join(path.name for path in paths)} {when}: {why}")
+    for path in now:
         remove_directory(path)
+
+
+def _check_room(config: Config, plan: Plan, output: Path) -> None:
+    """DoesNotFit where the drive has less room than when the plan was made: before a checkpoint goes for a run that
+    then cannot begin."""
+    room_bytes, needed_bytes = sum(rooms_of(apart(config.offload.swap), output)), plan.peak["disk"]
+    if room_bytes < needed_bytes:
+        raise DoesNotFit(
+            f"offload.swap: {needed_bytes} bytes are needed, {room_bytes} are there with what this run holds already; "
+            "free some or name a larger drive; no checkpoint was removed"
+        )
 
 
 def _offloaded(config: Config, plan: Plan, task: Task, adopt: Path | None = None) -> Run:

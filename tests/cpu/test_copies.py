@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 from collections.abc import Iterator
@@ -258,6 +259,83 @@ def test_other_checkpoints_of_a_run_are_its_copies_again_unless_somebody_else_li
         assert contents(read_saved(out / str(step))) == [10 * step + i for i in range(4)]
     with bench(tmp_path / "swap", adopt=read_saved(out / "2"), copies=3, checkpoints=out) as it:
         assert list(it.shadow.copies.pins) == [out / "2"], "three copies hold one checkpoint"
+
+
+def saved_every_fourth(swap: Path, out: Path) -> Bench:
+    """A run of five copies after sixteen steps, with its newest three checkpoints: the last holds the highest copy."""
+    it = Bench(swap, copies=5)
+    for step in range(1, 17):
+        it.write(10 * step)
+        it.shadow.flip({"step": step})
+        if step % 4 == 0:
+            it.save(out / f"{step:02d}")
+            if step == 16:
+                shutil.rmtree(out / "04")
+                it.shadow.release_gone()
+    assert max(it.shadow.copies.choice()) == 4
+    return it
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_fewer_copies_take_no_more_room_than_they_are_whatever_their_numbers(tmp_path: Path, in_place: bool) -> None:
+    swap, out = tmp_path / "swap", tmp_path / "out"
+    first = saved_every_fourth(swap, out)
+    state = first.tier.path / "state"
+    if in_place:
+        first.write(170)
+        first.shadow.flip({"step": 17})
+        killed(first)
+    else:
+        first.close()
+    for gone in ("08", "12"):
+        shutil.rmtree(out / gone)
+    adopt = read_saved(state if in_place else out / "16")
+    value = 170 if in_place else 160
+    with bench(swap, adopt=adopt, copies=3, checkpoints=out) as it:
+        assert it.read() == [value + i for i in range(4)] and list(it.shadow.copies.pins) == [out / "16"]
+        for step in range(18, 24):
+            it.write(10 * step)
+            it.shadow.flip({"step": step})
+            assert contents(read_saved(out / "16")) == [160 + i for i in range(4)]
+            assert len(list(state.glob("weights.*.bin"))) == 3 and 4 in it.shadow.copies.numbers
+        assert it.read() == [230 + i for i in range(4)] and it.shadow.can_link(out / "23", (out / "16",)) == ""
+
+
+@pytest.mark.parametrize("fault", ["missing", "unlinkable", "tables", "aside"])
+def test_a_fault_of_another_checkpoint_costs_only_that_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    swap, out, link = tmp_path / "swap", tmp_path / "out", os.link
+    saved_every_fourth(swap, out).close()
+    bad = out / "12"
+    if fault == "missing":
+        next(bad.glob("weights.*.bin")).unlink()
+    elif fault == "tables":
+        (bad / "tables.bin").write_bytes(b"rot")
+    elif fault == "aside":
+        bad = bad.rename(out / "12.tmp-1")
+
+    def refusing(source: Path, target: Path) -> None:
+        if fault == "unlinkable" and source.parent == bad:
+            raise OSError(errno.EMLINK, "too many links")
+        link(source, target)
+
+    monkeypatch.setattr(os, "link", refusing)
+    with bench(swap, adopt=read_saved(out / "16"), copies=5, checkpoints=out) as it:
+        assert sorted(it.shadow.copies.pins) == [out / "08", out / "16"] and it.read() == [160, 161, 162, 163]
+        it.write(170)
+        it.shadow.flip({"step": 17})
+    for step in (8, 16):
+        assert contents(read_saved(out / f"{step:02d}")) == [10 * step + i for i in range(4)]
+
+
+def test_what_is_gone_on_from_must_be_linked_whole(tmp_path: Path) -> None:
+    swap, out = tmp_path / "swap", tmp_path / "out"
+    saved_every_fourth(swap, out).close()
+    next((out / "16").glob("weights.*.bin")).unlink()
+    with pytest.raises(CannotGoOn, match=r"hard links from .*16 to .*state: No such file"):
+        Bench(swap, adopt=read_saved(out / "16"), copies=5, checkpoints=out)
+    assert contents(read_saved(out / "12")) == [120, 121, 122, 123]
 
 
 def test_records_are_checked(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from test_search import SPEC, WISHES, box
 
+from offloadz.plan.copies import kept_reason
 from offloadz.plan.search import Plan, Wishes, decide
 
 ON_DISK = dict.fromkeys(("parameters", "gradients", "optimizer"), "disk")
@@ -71,3 +72,5 @@ def test_where_checkpoints_cannot_be_links_two_copies_are_all_that_is_wanted() -
 def test_who_leaves_it_to_the_plan_is_not_told_of_checkpoints_nobody_asked_for() -> None:
     plan = planned(replace(ASKED, keep=0))
     assert (plan.placement.copies, plan.keep) == (3, 1) and "train.keep" not in line(plan)
+    assert kept_reason(plan.placement, 0) == "1 checkpoint is kept, as many as is usual with links"
+    assert kept_reason(plan.placement, 1) == "1 checkpoint is kept, train.keep = 1 asks for no more"
