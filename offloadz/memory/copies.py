@@ -2,9 +2,9 @@
 
 Files of `state/` exist in copies with the same offsets (`weights.0.bin`, `weights.1.bin`, ...), whose numbers need not
 be the first ones: what is taken over keeps its own.  Per extent one copy is *live* (of the last flip) and at most one
-is *next* (written since).  A write goes to `next`, which is chosen at the first write after a flip among the copies that
-are neither live nor pinned by a checkpoint; a read gives the newest.  What is *proposed* is written to `next` as well,
-and nobody reads it until it is decided, if ever.
+is *next* (written since).  A write goes to `next`, which is chosen at the first write after a flip among the copies
+that are neither live nor pinned by a checkpoint; a read gives the newest.  What is *proposed* is written to `next` as
+well, and nobody reads it until it is decided, if ever.
 Left to others: files and bytes (`disk.py`), the record on the drive (`record.py`).  The trade-off: every extent takes
 2 + kept times its room, for which a step is whole or not there at all, and a checkpoint costs no byte.
 """

@@ -21,6 +21,9 @@ from offloadz.train.progress import Display
 SIZES = {4: 2, 3: 1}
 """Copies that a drive has room for, and checkpoints that are then kept."""
 
+TREE_BYTES = 2 * 4096
+"""What ext4 takes for one copy's two files whose holes were filled again: a block each for the tree of their pieces."""
+
 
 def started(folder: Path, steps: int, room: int = 0, keep: int = 3, **changes: object) -> dict[str, object]:
     """A start of a run, on a drive of `room` bytes where it is given; its plan."""
@@ -76,7 +79,7 @@ def test_a_fuller_drive_says_what_it_takes(
     assert f"; {why}\n" in out and out.index("removed now") < out.index("saved /")
     assert kept(tmp_path) == [*names, f"step-{steps + 1:06d}"][-SIZES[copies] :]
     held = max(line["bytes"]["disk_held"] for line in read_metrics(tmp_path / "run" / METRICS) if line["step"] > steps)
-    assert held <= plan["peak"]["disk"]  # type: ignore[index]
+    assert held <= plan["peak"]["disk"] + copies * TREE_BYTES  # type: ignore[index]
 
 
 @pytest.fixture
