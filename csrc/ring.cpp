@@ -102,7 +102,8 @@ void Ring::use_file(int fd) {
   file_in_slot_ = syscall(kRegister, fd_, kUpdateFiles, &update, 1) == 1 && fd >= 0;
 }
 
-// The kernel takes all that it is given or nothing, and does not say how much it would take.
+// The kernel takes all that it is given or nothing, and does not say how much it would take.  Only where it was too
+// much (ENOMEM) less may do.
 void Ring::use_buffers(const Region *regions, unsigned count) {
   if (num_fixed_) syscall(kRegister, fd_, kUnregisterBuffers, nullptr, 0);
   num_fixed_ = 0;
@@ -110,7 +111,7 @@ void Ring::use_buffers(const Region *regions, unsigned count) {
   for (unsigned i = 0; i < count; ++i)
     total += regions[i].num_bytes;
   size_t most = total;
-  while (most >= kLeastFixed && !fix_first(regions, most))
+  while (most >= kLeastFixed && !fix_first(regions, most) && errno == ENOMEM)
     most = most / 2 / kPage * kPage;
 }
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from offloadz.memory.flat import DTYPES, padded_sections, padded_slopes, shards_at_rest, spans, trained_of, typed
 from offloadz.plan.ops import Op
-from offloadz.plan.spec import aligned
+from offloadz.plan.spec import Unit, aligned
 from offloadz.runtime import native
 from offloadz.runtime.room import Room
 
@@ -130,18 +130,19 @@ def gather_w(room: Room, op: Op) -> None:
 
 def spread_w(room: Room, op: Op) -> None:
     """The shards that this rank has updated to all, theirs into their places; frozen sections are as they were."""
-    unit = room.spec.units[op.unit]
-    held = room.resting("w", op.unit, op.writes)
-    whole, own = trained_of(unit, padded_sections(unit, held)), trained_of(unit, shards_at_rest(unit, held))
-    for section, shard in zip(whole, own, strict=True):
-        room.ranks.gather(section, shard, f"{op.verb} of {unit.name}")
+    _spread(room, op, trained_of)
 
 
 def spread_all(room: Room, op: Op) -> None:
     """The shards that this rank has filled to all, theirs into their places among the weights at rest."""
+    _spread(room, op, lambda unit, sections: sections)
+
+
+def _spread(room: Room, op: Op, chosen: Callable[[Unit, list[Tensor]], list[Tensor]]) -> None:
     unit = room.spec.units[op.unit]
     held = room.resting("w", op.unit, op.writes)
-    for section, shard in zip(padded_sections(unit, held), shards_at_rest(unit, held), strict=True):
+    whole, own = chosen(unit, padded_sections(unit, held)), chosen(unit, shards_at_rest(unit, held))
+    for section, shard in zip(whole, own, strict=True):
         room.ranks.gather(section, shard, f"{op.verb} of {unit.name}")
 
 

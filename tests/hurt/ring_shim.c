@@ -10,9 +10,9 @@
 //   no_ring      io_uring_setup is refused with EPERM
 //   no_call      io_uring_enter is refused with ENOSYS, from the call after $RING_AFTER on
 //   no_wait      io_uring_enter takes requests and refuses to wait for them
-//   no_register  io_uring_register is refused with ENOMEM
+//   no_register  io_uring_register is refused with the error numbered $RING_AFTER, or with ENOMEM
 // The environment is read at every call, so a test may switch modes as it goes.  `ring_flying()` is how many requests
-// were under way when the last one was handed in, itself included.
+// were under way when the last one was handed in, itself included; `ring_fixes()` how often buffers were to be fixed.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -29,11 +29,12 @@ static struct {
   unsigned char *requests, *queues;
   unsigned entries, taken, done_at;
 } rings[RINGS];
-static long spoiled, calls, flying;
+static long spoiled, calls, flying, fixes;
 
 long ring_spoiled(void) { return spoiled; }
 long ring_flying(void) { return flying; }
-void ring_reset(void) { spoiled = calls = 0; }
+long ring_fixes(void) { return fixes; }
+void ring_reset(void) { spoiled = calls = fixes = 0; }
 
 static int mode_is(const char *name) {
   const char *mode = getenv("RING_MODE");
@@ -104,14 +105,15 @@ long syscall(long number, ...) {
     a[i] = va_arg(list, long);
   va_end(list);
   if (number == 425 && mode_is("no_ring")) return refuse(EPERM);
-  if (number == 427 && mode_is("no_register")) return refuse(ENOMEM);
+  const char *after = getenv("RING_AFTER");
+  if (number == 427 && a[1] == 0) __sync_fetch_and_add(&fixes, 1);
+  if (number == 427 && mode_is("no_register")) return refuse(after && *after ? atoi(after) : ENOMEM);
   if (number != 426) {
     long got = real(number, a[0], a[1], a[2], a[3], a[4], a[5]);
     if (number == 425 && got >= 0 && got < RINGS) rings[got].done_at = *(unsigned *)(a[1] + TAIL_AT);
     return got;
   }
   long call = __sync_fetch_and_add(&calls, 1);
-  const char *after = getenv("RING_AFTER");
   if (mode_is("no_call") && call >= (after ? atol(after) : 0)) return refuse(ENOSYS);
   if (mode_is("busy") && a[1] && call % 2) return refuse(EAGAIN);
   if (mode_is("no_wait")) {

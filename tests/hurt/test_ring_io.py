@@ -305,6 +305,24 @@ def test_a_user_with_few_lockable_bytes(tmp_path: Path) -> None:
     assert 4 * MIB <= told["pinned"] <= 8 * MIB  # half of the limit at the least, though no buffer fits whole
 
 
+def refused_buffers(directory: Path) -> dict[str, Any]:
+    told = {}
+    for number in (errno.ENOMEM, errno.EINVAL):
+        with bad_ring(f"no_register {number}") as library:
+            bench = Bench(directory)
+            fixed, equal = bench.transfer.fix(bench.buffer), bench.round_trip(1)
+            told[errno.errorcode[number]] = {"fixed": fixed, "equal": equal, "asked": library.ring_fixes()}
+            bench.tier.close()
+    return told
+
+
+def test_less_is_asked_for_only_where_it_was_too_much(tmp_path: Path) -> None:
+    shim = shim_library("ring_shim.c")
+    told = run_file(__file__, "refused_buffers", tmp_path, shim=False, LD_PRELOAD=shim)
+    assert all(one["fixed"] and one["equal"] for one in told.values())
+    assert told["ENOMEM"]["asked"] > 4 * told["EINVAL"]["asked"] > 0
+
+
 def test_fixed_buffers_are_pinned_and_given_back(tmp_path: Path) -> None:
     if os.geteuid():
         pytest.skip("a user may not lock enough")
