@@ -11,6 +11,9 @@ from typing import Any
 from offloadz.config.values import Rule
 from offloadz.plan.words import parse_bytes
 
+ENDINGS = (".jsonl", ".json", ".parquet")
+"""Of names that mean files of records; others may be data sets of the hub."""
+
 _TIERS = ("auto", "device", "host", "disk")
 
 

@@ -31,8 +31,6 @@ from offloadz.plan.words import counted, human, lasting
 if TYPE_CHECKING:
     from offloadz.config import Config
 
-ENDINGS = (".jsonl", ".json", ".parquet")
-"""Of names that mean files of records; others may be data sets of the hub."""
 SHOWN_LINES = 200
 SHOWN_COLUMNS = 200
 """A program of a large model has thousands of lines, some with hundreds of places; all of it comes with a trace."""
@@ -108,6 +106,8 @@ def _config(config_path: str | Path, overrides: Sequence[str]) -> Config:
 
 def _missing(config: Config) -> Iterator[str]:
     """What a plan does without and a run does not: the tokenizer, and files of records."""
+    from offloadz.config.sections import ENDINGS
+
     if told := tokenizer_missing(find_directory(config.model.path)):
         yield f"model.path: {told}; a run needs one"
     for key, patterns in (("train", config.data.train), ("eval", config.data.eval)):

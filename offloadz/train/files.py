@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 from offloadz.plan.errors import ConfigError
 from offloadz.train.forms import RecordError
 
-ENDINGS = (".jsonl", ".json", ".parquet")
 _MARK = b"\xef\xbb\xbf"
 _ROWS_PER_READ = 1024
 

@@ -14,9 +14,9 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import NamedTuple
 
+from offloadz.config.sections import ENDINGS
 from offloadz.plan.errors import ConfigError
 
-KINDS = (".parquet", ".jsonl", ".json")
 _NAME = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)((?:/[^/:@]+)*)(?:@([\w./-]+))?(?::([\w.-]+))?")
 _SPLITS = ("train", "validation", "valid", "val", "dev", "eval", "test")
 _NO_DATA = ("dataset_infos.json", "dataset_info.json", "state.json", "package.json", "tokenizer*.json", "*config*.json")
@@ -34,7 +34,7 @@ class HubName(NamedTuple):
 def hub_name(pattern: str) -> HubName | None:
     """What a name of `data.train` means on the hub; None for what can only be a path of this machine."""
     found = _NAME.fullmatch(pattern)
-    if found is None or (not found[2] and pattern.endswith(KINDS)) or Path(pattern.partition("/")[0]).exists():
+    if found is None or (not found[2] and pattern.endswith(ENDINGS)) or Path(pattern.partition("/")[0]).exists():
         return None
     if "/.." in pattern or found[1].count("/") != 1:
         return None
@@ -45,7 +45,7 @@ def hub_files(name: HubName) -> list[str]:
     """The files of a data set, fetched if need be; ConfigError where there are none or too many to choose from."""
     from huggingface_hub import snapshot_download
 
-    patterns = [name.path, f"{name.path}/**"] if name.path else [f"*{ending}" for ending in KINDS]
+    patterns = [name.path, f"{name.path}/**"] if name.path else [f"*{ending}" for ending in ENDINGS]
     try:
         root = Path(
             snapshot_download(name.repo, repo_type="dataset", revision=name.revision, allow_patterns=patterns)
@@ -56,7 +56,7 @@ def hub_files(name: HubName) -> list[str]:
             f"data: {name.repo!r} is no file here, and as a data set of the hub it is not to be had, neither from its "
             f"cache nor from the network: {first}"
         ) from error
-    names = sorted(p.relative_to(root).as_posix() for p in root.rglob("*") if p.suffix in KINDS and p.is_file())
+    names = sorted(p.relative_to(root).as_posix() for p in root.rglob("*") if p.suffix in ENDINGS and p.is_file())
     chosen = _chosen([n for n in names if not any(fnmatchcase(Path(n).name, no) for no in _NO_DATA)], name)
     return [str(root / n) for n in chosen]
 
@@ -96,4 +96,4 @@ def _split_of(name: str) -> str:
 
 def _some(names: Sequence[str]) -> str:
     more = f" and {len(names) - 6} more" if len(names) > 6 else ""
-    return (", ".join(names[:6]) or f"no file that ends in {', '.join(KINDS)}") + more
+    return (", ".join(names[:6]) or f"no file that ends in {', '.join(ENDINGS)}") + more

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from offloadz.config.sections import ENDINGS
 from offloadz.plan.errors import ConfigError
-from offloadz.train.files import ENDINGS, Place, read_objects
+from offloadz.train.files import Place, read_objects
 from offloadz.train.forms import FORMS, RecordError, SeveralForms, Value, form_of, value_of
 from offloadz.train.hub import hub_files, hub_name
 
