@@ -1,4 +1,4 @@
-"""A plan's bytes of host memory beside those of a real process: one that lies by 11 % fails here.
+"""A plan's bytes of host memory beside those of a real process: one that lies by 11 %, or forgets a term, fails here.
 
 A Llama of 75M parameters is drawn, trained for three steps, saved and exported by `offloadz train` in a process of its
 own, with everything in memory.  What the kernel counts at most in each phase is held to plan.json.  While data are read
@@ -57,9 +57,12 @@ print(json.dumps(peaks))
 """
 
 
+Told = dict[str, dict[str, int]]
+
+
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, int], dict[str, int]]:
-    """(planned, measured) bytes of each phase."""
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Told, dict[str, int]]:
+    """Of each phase the bytes planned, by their terms, and the bytes measured."""
     folder = tmp_path_factory.mktemp("run")
     shutil.copytree(EXAMPLES / "model", folder / "model")
     told = json.loads((folder / "model/config.json").read_text())
@@ -73,9 +76,21 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, int], dict[
     done = subprocess.run([sys.executable, "-c", CHILD, str(config)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     measured: dict[str, int] = json.loads(done.stdout.splitlines()[-1])
-    planned = json.loads((folder / "out/plan.json").read_text())["bytes"]["host"]
+    plan = json.loads((folder / "out/plan.json").read_text())
     shutil.rmtree(folder)
-    return planned, measured
+    terms: Told = {phase: plan["terms"][phase]["host"] for phase in plan["bytes"]["host"]}
+    assert summed(terms) == plan["bytes"]["host"]
+    return terms, measured
+
+
+def summed(terms: Told) -> dict[str, int]:
+    return {phase: sum(found.values()) for phase, found in terms.items()}
+
+
+@pytest.fixture
+def run(whole: tuple[Told, dict[str, int]]) -> tuple[dict[str, int], dict[str, int]]:
+    """(planned, measured) bytes of each phase."""
+    return summed(whole[0]), whole[1]
 
 
 def off(planned: dict[str, int], measured: dict[str, int], told: float = 1.0) -> list[str]:
@@ -96,3 +111,18 @@ def test_a_plan_that_lies_by_11_percent_is_seen_in_each_phase(
     run: tuple[dict[str, int], dict[str, int]], told: float
 ) -> None:
     assert {"step", "save", "export", "peak"} <= set(off(*run, told))
+
+
+def test_a_term_that_is_forgotten_or_counted_twice_is_seen_in_its_phases(whole: tuple[Told, dict[str, int]]) -> None:
+    """Every term that is 11 % of a phase or more; of what stays the same is nothing said."""
+    terms, measured = whole
+    large = {n for phase, found in terms.items() for n, b in found.items() if b >= LIE * sum(found.values())}
+    assert {"interpreter", "optimizer"} <= large
+    for name in large:
+        for times in (0, 2):
+            lies = {phase: found | ({name: times * found[name]} if name in found else {}) for phase, found in
+                    terms.items()}  # fmt: skip
+            wrong = {p for p in ("step", "save", "export") if terms[p].get(name, 0) >= LIE * sum(terms[p].values())}
+            same = {p for p in terms if not terms[p].get(name, 0)}
+            seen = set(off(summed(lies), measured))
+            assert wrong <= seen and not same & seen, (name, times, seen)
