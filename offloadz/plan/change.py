@@ -47,10 +47,10 @@ def smallest_change(asked: Asked, peak: Mapping[str, int], fits: Callable[[Model
     return ""
 
 
-def needed(peak: Mapping[str, int], share: float, ranks: int = 1) -> str:
-    """In words what a machine would need to have; of its host memory a run may use `share`.  `peak`: of each rank."""
-    host = f"{human(ranks * int(peak['host'] / share), up=True)} of free host memory"
-    device = f", {human(peak['device'], up=True)} of GPU memory" if peak["device"] else ""
+def needed(peak: Mapping[str, int], shares: Mapping[str, float], ranks: int = 1) -> str:
+    """In words what a machine would need to have; a run may use `shares` of memory.  `peak`: of each rank."""
+    host = f"{human(ranks * int(peak['host'] / shares['host']), up=True)} of free host memory"
+    device = f", {human(int(peak['device'] / shares['device']), up=True)} of GPU memory" if peak["device"] else ""
     disk = f", {human(ranks * peak['disk'], up=True)} under offload.swap" if peak["disk"] else ""
     return f"a machine with {host}{device}{disk} and {human(peak['checkpoint'], up=True)} under train.output"
 
@@ -79,8 +79,8 @@ def _changes(asked: Asked, peak: Mapping[str, int]) -> Iterator[tuple[str, Chang
         yield f'offload.host_memory = "{human(peak["host"], up=True)}"', _wish(host_memory=peak["host"])
     for recipe in cheaper(spec.recipe, spec.dtype):
         yield f'optimizer.state = "{recipe.state}"', _store(recipe)
-    room, need = wishes.disk_free, peak["disk"] + peak["checkpoint"]
-    if wishes.swap and room is not None and room < (need if wishes.same_drive else peak["disk"]):
+    room, need = wishes.disk_free, peak["disk"] + (peak["checkpoint"] if wishes.same_drive else 0)
+    if wishes.swap and room is not None and room < need:
         told = f"name another drive in offload.swap, with {human(need, up=True)} free"
         yield told, _wish(disk_free=room + need, linkable=False)
     length = wishes.max_length // 2

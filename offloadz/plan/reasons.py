@@ -17,16 +17,30 @@ if TYPE_CHECKING:
 
 
 def reasons(
-    spec: ModelSpec, placement: Placement, batch: Batch, wishes: Wishes, host_limit: int, first: Placement
+    spec: ModelSpec,
+    placement: Placement,
+    batch: Batch,
+    wishes: Wishes,
+    host_limit: int,
+    first: Placement,
+    shortage: str = "",
 ) -> Iterator[str]:
-    """Why each thing is as it is, one line each; `first`: the first that fits, of those with more and more on disk."""
+    """Why each thing is as it is, one line each; `first`: the first that fits, of those with more and more on disk.
+
+    `shortage`: what the placement lacks, which then is the one that lacks least.
+    """
     for kind in KINDS:
         tier = getattr(placement, kind)
-        why = "as configured" if getattr(wishes, kind) != "auto" else "memory has room"
-        if why == "memory has room" and tier != getattr(first, kind):
+        if getattr(wishes, kind) != "auto":
+            why = "as configured"
+        elif shortage:
+            why = "nothing fits, and this lacks least"
+        elif tier != getattr(first, kind):
             why = "a step is sooner done than with it " + ("in memory" if tier == "disk" else "on disk")
-        elif why == "memory has room" and tier == "disk":
+        elif tier == "disk":
             why = f"it does not fit in the {human(host_limit)} of memory with the kinds before it"
+        else:
+            why = "memory has room"
         yield f"{kind} on {tier}: {why}"
     if placement.state_on_disk or placement.ending:
         yield copies_reason(placement, wishes.copies, wishes.keep, wishes.linkable)

@@ -177,8 +177,9 @@ def decide(spec: ModelSpec, machine: Machine, wishes: Wishes) -> Plan:
         return not Space(spec, machine, wishes).first()[1]
 
     change = smallest_change(Asked(spec, wishes), plan.peak, fits)
-    share = MEMORY_SHARE if wishes.host_memory is None else 1.0
-    return replace(plan, smallest_change=change or needed(plan.peak, share, spec.share.ranks))
+    told = {"host": wishes.host_memory, "device": wishes.device_memory}
+    shares = {tier: MEMORY_SHARE if limit is None else 1.0 for tier, limit in told.items()}
+    return replace(plan, smallest_change=change or needed(plan.peak, shares, spec.share.ranks))
 
 
 def _planned(space: Space) -> Plan:
@@ -243,7 +244,7 @@ def _describe(space: Space, chosen: Candidate, first: Candidate, shortage: str =
         fits=not shortage,
         smallest_change="",
         shortage=shortage,
-        reasons=tuple(reasons(spec, placement, batch, wishes, limits["host"] or 0, first.placement)),
+        reasons=tuple(reasons(spec, placement, batch, wishes, limits["host"] or 0, first.placement, shortage)),
         rates_source=machine.rates_source,
         machine=machine.name,
         graph_room_bytes=graph_room(spec, placement, batch, chosen.footprint, limits, wishes.recompute),

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from test_search import SPEC, WISHES, box
 
-from offloadz.plan.search import decide
+from offloadz.plan.search import Plan, decide
 
 GIB = 1 << 30
 TIGHT = replace(WISHES, disk_free=GIB // 4, keep=1, slots=1, micro_batch_size=1, sweeps=8)
@@ -33,3 +33,19 @@ def test_each_tier_that_lacks_room_is_named() -> None:
     asked = replace(WISHES, swap=False, disk_free=None, checkpoint_free=GIB, keep=1)
     found = decide(SPEC, box(GIB), asked).refusal()
     assert re.search(r"host memory \(a test\) has 921\.6MiB .*; train\.output has 1\.0GiB to use and save needs", found)
+
+
+def test_nothing_has_room_where_nothing_fits() -> None:
+    lines = decide(SPEC, box(100 << 20), replace(WISHES, swap=False, disk_free=None, keep=1)).reasons
+    assert "parameters on host: nothing fits, and this lacks least" in lines and "has room" not in "".join(lines)
+
+
+def test_the_memory_of_a_card_that_is_asked_for_is_enough() -> None:
+    """Of which a run uses nine tenths, as of the host's."""
+    asked = replace(WISHES, keep=1, max_length=64, slots=1, micro_batch_size=1, sweeps=8)
+
+    def card(device_bytes: int) -> Plan:
+        return decide(SPEC, replace(box(64 * GIB), device="cuda:0", unified=False, device_bytes=device_bytes), asked)
+
+    found = re.search(r"([\d.]+)([MG])iB of GPU memory", card(GIB // 4).smallest_change)
+    assert found and card(int(float(found[1]) * {"M": 1 << 20, "G": GIB}[found[2]])).fits
