@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections import Counter
 from pathlib import Path
@@ -222,7 +223,10 @@ def cut(rank: int, folder: str, path: str) -> None:
     dist.init_process_group("gloo")
     mesh, model, told = init_device_mesh("cpu", (2,)), tiny("llama"), []
     parallelize_module(model.model.layers[1].mlp.up_proj, mesh, ColwiseParallel())
-    for one in (model, AutoModelForCausalLM.from_pretrained(path, tp_plan="auto", tp_size=2)):
+    models = [model]
+    if importlib.util.find_spec("accelerate"):  # without which transformers follows no plan
+        models.append(AutoModelForCausalLM.from_pretrained(path, tp_plan="auto", tp_size=2))
+    for one in models:
         try:
             offloadz.offload(one)
         except offloadz.ConfigError as error:

@@ -6,6 +6,7 @@ the design; among each other ranks must say the same to the last bit.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -200,7 +201,8 @@ def test_all_ranks_get_the_whole_in_torch_s_form(nursery: Nursery, tmp_path: Pat
 def test_a_model_that_is_cut_already_is_refused(nursery: Nursery, tmp_path: Path) -> None:
     tiny("llama").save_pretrained(tmp_path / "model")
     for told in nursery.run(2, "cut", tmp_path / "out", path=str(tmp_path / "model")):
-        assert len(told) == 2 and all("tp_plan, device_mesh, FSDP" in text and "torchrun" in text for text in told)
+        assert len(told) == 1 + bool(importlib.util.find_spec("accelerate"))
+        assert all("tp_plan, device_mesh, FSDP" in text and "torchrun" in text for text in told)
         assert told[0].startswith("model.layers.1.mlp.up_proj.weight is a DTensor")
 
 
