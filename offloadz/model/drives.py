@@ -19,8 +19,9 @@ from offloadz.memory.tier import PIECE_BYTES
 from offloadz.plan.errors import CannotGoOn, DoesNotFit
 from offloadz.plan.paths import directory_of
 from offloadz.plan.rooms import drive_of, rooms_of
-from offloadz.plan.search import Plan, human
+from offloadz.plan.search import Plan
 from offloadz.plan.spec import aligned
+from offloadz.plan.words import human
 from offloadz.runtime.transfer import NativeTransfer, probe_speed, transfer_for
 
 PROBE_BYTES = 128 << 20

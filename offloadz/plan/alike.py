@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import wraps
 from typing import TypeVar
 
 from offloadz.plan.spec import ModelSpec, Part, Unit
@@ -29,10 +30,11 @@ class Kind:
 def once(ask: Callable[[ModelSpec], Found]) -> Callable[[ModelSpec], Found]:
     """The same question with its answer remembered: a spec never changes."""
 
+    @wraps(ask)
     def answer(spec: ModelSpec) -> Found:
-        if ask.__name__ not in spec.memo:
-            spec.memo[ask.__name__] = ask(spec)
-        found: Found = spec.memo[ask.__name__]
+        if ask not in spec.memo:
+            spec.memo[ask] = ask(spec)
+        found: Found = spec.memo[ask]
         return found
 
     return answer

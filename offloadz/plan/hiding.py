@@ -112,8 +112,8 @@ class _Merged(Costs):
         self.many, self.kept = batch.rows_per_sweep / min(batch.micro_rows, batch.rows_per_sweep), kept
 
     def __call__(self, op: Op) -> float:
-        shorter = self.kept / 3 if op.verb == "backward" and op.unit >= 0 else 0.0  # a forward, of three products
-        return self.each(op) * self.times(op) * (1 - shorter)
+        spared = self.kept / 3 if op.verb == "backward" and op.unit >= 0 else 0.0  # a forward, of three products
+        return self.each(op) * self.times(op) * (1 - spared)
 
     def nbytes(self, op: Op) -> int:
         return round(self.each.nbytes(op) * self.times(op))

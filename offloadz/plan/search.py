@@ -27,7 +27,6 @@ from offloadz.plan.placement import KINDS, Placement
 from offloadz.plan.reasons import reasons
 from offloadz.plan.spec import ModelSpec
 from offloadz.plan.wear import NO_WEAR, Wear, wear_of
-from offloadz.plan.words import human as human
 
 
 @dataclass(frozen=True)

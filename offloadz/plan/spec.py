@@ -142,7 +142,7 @@ class Unit:
     recipe: Recipe = EXACT
     share: Share = ALONE
     coarse: int = 1
-    """Parts that are cut as one, in a walk that only asks for times (`estimate.py`)."""
+    """Parts that are cut as one, in a walk that only asks for times (`shorter.py`)."""
 
     @cached_property
     def num_elements(self) -> int:

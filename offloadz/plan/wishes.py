@@ -42,9 +42,10 @@ from offloadz.plan.positions import positions_note
 from offloadz.plan.predict import Prediction, predict
 from offloadz.plan.recipes import recipe_of
 from offloadz.plan.rooms import apart, drive_of, room_at, rooms_of, shared_lines
-from offloadz.plan.search import Plan, Wishes, human
+from offloadz.plan.search import Plan, Wishes
 from offloadz.plan.spec import ModelSpec
 from offloadz.plan.stages import decide_for, for_each
+from offloadz.plan.words import human
 
 if TYPE_CHECKING:
     from offloadz.config import Config

@@ -10,9 +10,9 @@ import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from offloadz.plan.search import human
 from offloadz.plan.timeline import Span, Timeline
 from offloadz.plan.verdict import Verdict
+from offloadz.plan.words import human
 from offloadz.report.drawing import COLOURS, HEIGHT, Chart, Key, draw, level, line, numbers
 from offloadz.report.read import RunFiles, thinned
 

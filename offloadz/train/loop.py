@@ -28,7 +28,8 @@ from offloadz.model.state import load_flip
 from offloadz.model.together import by_first
 from offloadz.model.told import seed_all
 from offloadz.plan.errors import ConfigError
-from offloadz.plan.search import Plan, human
+from offloadz.plan.search import Plan
+from offloadz.plan.words import human
 from offloadz.runtime.meter import process_bytes
 from offloadz.runtime.ranks import Solo, join
 from offloadz.runtime.tracing import traced
