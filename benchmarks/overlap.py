@@ -11,6 +11,7 @@ free, so the figures say what the plan and the lanes do, not what the machine ca
 `step_vs_lane_and_fill`: the same over that lane and one block of fill (a read, an update, a computation).
 `one_slot_vs_sum`: a step with one slot over the sum of reads, updates and computations (1: no overlap, as it must be).
 `reported_vs_wall`: seconds of a step as reported over a clock outside.
+`accounted_vs_reported`: what the computation's lane was busy and waited, over the reported step.
 `slow_disk_vs_lane_and_fill`: with a drive half as fast, whose reads must then be the named bottleneck.
 `hold_on_disk_vs_slowest_lane`, `shadow_on_disk_vs_slowest_lane`: with the optimizer's state on disk too.
 `hold_on_disk_vs_simulated`, `shadow_on_disk_vs_simulated`: over the run's own program, simulated at these rates.
@@ -181,11 +182,14 @@ def forward_pass(path: Path, slots: int, times: int, pace: Pace) -> dict[str, An
 def whole_steps(path: Path, slots: int, times: int, pace: Pace, **how: Any) -> dict[str, Any]:
     """Steps in a row: with hold the updates of one run under the forward of the next."""
     reported: list[float] = []
+    accounted: list[float] = []
     with updates_sleep(pace.update_s), opened(path, slots, pace, **how) as run:
 
         def step() -> None:
             run.step({"x": torch.ones(2, WIDTH)}, loss_fn=lambda m, b: m(b["x"]).square().mean())
-            reported.append(run.report.step_s)
+            report = run.report
+            reported.append(report.step_s)
+            accounted.append((report.busy_s.get("device", 0.0) + report.wait_s) / max(report.step_s, 1e-9))
 
         wall_s, busy_s = clocked(run, step, times)
         assert not run.report.clipped
@@ -193,6 +197,7 @@ def whole_steps(path: Path, slots: int, times: int, pace: Pace, **how: Any) -> d
         assert walk is not None
         simulated_s = simulated(walk.program, pace, run.session.spec.units[0].weight_bytes)
     out = {"slots": slots, **how, "wall_s": wall_s, "reported_s": median(reported[2:]), "busy_s": busy_s}
+    out["accounted"] = median(accounted[2:])
     return {**out, "bottleneck": bottleneck, "simulated_s": simulated_s}
 
 
@@ -225,6 +230,7 @@ def measure(path: Path, times: int, pace: Pace) -> dict[str, Any]:
         "three_slots_vs_lane_and_fill": over(steps[3], pace.fill_s),
         "one_slot_vs_sum": steps[1]["wall_s"] / sum(steps[1]["busy_s"][n] for n in ("device", "disk_read", "cpu")),
         "reported_vs_wall": steps[2]["reported_s"] / steps[2]["wall_s"],
+        "accounted_vs_reported": steps[2]["accounted"],
         "slow_disk_vs_lane_and_fill": over(slow, slower.fill_s),
         **{f"{commit}_on_disk_vs_slowest_lane": over(found) for commit, found in disk.items()},
         **{f"{commit}_on_disk_vs_simulated": f["wall_s"] / f["simulated_s"] for commit, f in disk.items()},

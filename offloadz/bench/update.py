@@ -33,17 +33,15 @@ def state_bytes(parts: list[Part]) -> int:
 
 def update_step(parts: list[Part], grad: Tensor, weight: Tensor, state: Tensor, threads: int) -> Callable[[int], None]:
     """An AdamW step over all parts, by its number; `state` has `state_bytes(parts)`, all zeros at first."""
-    held = []
+    updates = []
     for part in parts:
-        held.append((slice(part.start, part.stop), state_views(part, state[: part.state_bytes])))
+        at, views = slice(part.start, part.stop), state_views(part, state[: part.state_bytes])
+        updates.append(native.Update("adam", weight[at], views.low, views.moments, views.scales, grad[at]))
         state = state[aligned(part.state_bytes) :]
 
     def step(number: int) -> None:
-        for at, views in held:
-            native.update_(
-                "adam", weight[at], views.low, views.moments, views.scales, grad[at], step=number, threads=threads,
-                **HYPER,
-            )  # fmt: skip
+        for update in updates:
+            update.step(step=number, threads=threads, **HYPER)
 
     return step
 

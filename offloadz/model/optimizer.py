@@ -271,7 +271,7 @@ class RunOptimizer(torch.optim.Optimizer):
             check_group(group, self.recipe)
             beta1, beta2 = group.get("betas", (0.0, 0.0))
             shared = {
-                "rule": self.recipe.rule, "lr": float(group["lr"]), "beta1": float(beta1), "beta2": float(beta2),
+                "lr": float(group["lr"]), "beta1": float(beta1), "beta2": float(beta2),
                 "eps": float(group.get("eps", 0.0)), "weight_decay": float(group["weight_decay"]),
                 "momentum": float(group.get("momentum", 0.0)), "grad_scale": grad_scale, "decoupled": self.decoupled,
                 "threads": threads,

@@ -12,10 +12,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from offloadz.memory.flat import DTYPES, padded_sections, padded_slopes, shards_at_rest, spans, trained_of, typed
+from offloadz.memory.flat import DTYPES, padded_sections, padded_slopes, shards_at_rest, trained_of
 from offloadz.plan.ops import Op
 from offloadz.plan.spec import Unit, aligned
 from offloadz.runtime import native
+from offloadz.runtime.ready import updates_of
 from offloadz.runtime.room import Room
 
 
@@ -189,26 +190,9 @@ def input_bytes(room: Room, op: Op) -> int:
 
 def update(room: Room, op: Op) -> None:
     """One optimizer step over a part, parameter by parameter; one without a gradient is left as it is."""
-    grad, held, stored = op.reads[:3]  # behind them maybe the norm: by now it is in the settings
-    unit = room.spec.units[op.unit]
-    part = unit.parts[op.part]
-    slope, weight = (
-        typed(room.part_at(op.unit, op.part, place), 0, part.num_elements, DTYPES[part.dtype])
-        for place in (grad, stored)
-    )
-    state = room.state(op.unit, op.part, held)
-    for span in spans(unit, part):
-        at, kept = span.part_slice, state.of(span)
-        for settings in room.due.get(span.member.name, ()):
-            native.update_(
-                weight=weight[at],
-                low=kept.low,
-                moments=kept.moments,
-                scales=kept.scales,
-                grad=slope[at],
-                first_element=span.first_element,
-                **settings,
-            )
+    for name, apply in updates_of(room, op):
+        for settings in room.due.get(name, ()):
+            apply.step(**settings)
 
 
 def flip(room: Room, op: Op) -> None:

@@ -6,6 +6,7 @@ here too: the price is about 20 us a call, so a call should carry at least some 
 
 import ctypes
 import sys
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,6 +42,79 @@ class _UpdateArgs(ctypes.Structure):
     )
 
 
+class Update:
+    """An optimizer step over one span of flat tensors of equal length: checked once, taken any number of times.
+
+    `rule` is "adam" (AdamW, Loshchilov and Hutter 2019, algorithm 2; with `decoupled=False` Adam), "lion" (Chen et al.
+    2023, algorithm 2) or "sgd" (torch's, with `momentum`).  `weight` is float32 with `low` None, bfloat16 with the
+    `low` half of its master (see `split_master_`), or bfloat16 with `low` None: its new value is rounded at random so
+    that the mean is kept.  `moments` are (exp_avg, exp_avg_sq), (exp_avg,), (momentum_buffer,) or, for sgd without
+    momentum, (): all float32, or bfloat16 rounded at random, or codes of 8 bits with `scales[i]` float32, one for each
+    `BLOCK` elements counted from the start.  `grad` is bfloat16 or float32.  ValueError for what does not fit together,
+    naming it.
+
+    Only addresses are kept: the memory must be there, and mean the same, whenever a step is taken.
+    """
+
+    __slots__ = ("_args", "_num_moments", "_rule")
+
+    def __init__(
+        self,
+        rule: str,
+        weight: Tensor,
+        low: Tensor | None,
+        moments: tuple[Tensor, ...],
+        scales: tuple[Tensor | None, ...],
+        grad: Tensor,
+        *,
+        first_element: int = 0,
+    ) -> None:
+        self._rule, self._num_moments = rule, len(moments)
+        self._args = args = _UpdateArgs()
+        _put_tensors(args, rule, weight, low, moments, scales, grad)
+        check_whole("first_element", first_element, 0, 2**62)
+        args.first_element = first_element % 2**32
+
+    def step(
+        self,
+        *,
+        step: int,
+        lr: float,
+        beta1: float = 0.0,
+        beta2: float = 0.0,
+        eps: float = 0.0,
+        weight_decay: float = 0.0,
+        momentum: float = 0.0,
+        grad_scale: float = 1.0,
+        threads: int,
+        seed: int = 0,
+        decoupled: bool = True,
+    ) -> None:
+        """Takes the step in place, in one pass; `step` counts from 1, the gradient is multiplied by `grad_scale` first.
+
+        Random bits depend on (`seed`, `step`, `first_element` + i) and nothing else, results neither on `threads` nor
+        on the instruction set.  ValueError for a number that is none of these, naming it.
+        """
+        args = self._args
+        lr, weight_decay = check_number("lr", lr, 0.0), check_number("weight_decay", weight_decay, 0.0)
+        beta1, beta2 = check_number("beta1", beta1, 0.0, 1.0), check_number("beta2", beta2, 0.0, 1.0)
+        check_whole("step", step, 1, 2**62)
+        check_whole("seed", seed, -(2**63), 2**64 - 1)
+        args.momentum = check_number("momentum", momentum, 0.0)
+        if self._rule == "sgd" and (momentum > 0) != bool(self._num_moments):
+            raise ValueError(
+                f"momentum is {momentum} with {self._num_moments} moments; sgd needs a buffer just when it is above 0"
+            )
+        args.eps = check_number("eps", eps, 0.0)
+        args.grad_scale = check_number("grad_scale", grad_scale, -sys.float_info.max)
+        args.decoupled, args.keep, args.decay = decoupled, 1 - lr * weight_decay, weight_decay
+        args.beta1, args.one_minus_beta1 = beta1, 1 - beta1
+        args.beta2, args.one_minus_beta2 = beta2, 1 - beta2
+        args.inverse_root2 = (1 - beta2**step) ** -0.5
+        args.minus_step_size = -(lr / (1 - beta1**step)) if self._rule == "adam" else -lr
+        load_library().oz_update(ctypes.byref(args), seed % 2**64, step, check_threads(threads))
+
+
 def update_(
     rule: str,
     weight: Tensor,
@@ -49,51 +123,11 @@ def update_(
     scales: tuple[Tensor | None, ...],
     grad: Tensor,
     *,
-    step: int,
-    lr: float,
-    beta1: float = 0.0,
-    beta2: float = 0.0,
-    eps: float = 0.0,
-    weight_decay: float = 0.0,
-    momentum: float = 0.0,
-    grad_scale: float = 1.0,
-    threads: int,
-    seed: int = 0,
     first_element: int = 0,
-    decoupled: bool = True,
+    **numbers: Any,
 ) -> None:
-    """One optimizer step in place over flat tensors of equal length, in one pass.
-
-    `rule` is "adam" (AdamW, Loshchilov and Hutter 2019, algorithm 2; with `decoupled=False` Adam), "lion" (Chen et al.
-    2023, algorithm 2) or "sgd" (torch's, with `momentum`).  `weight` is float32 with `low` None, bfloat16 with the
-    `low` half of its master (see `split_master_`), or bfloat16 with `low` None: its new value is rounded at random so
-    that the mean is kept.  `moments` are (exp_avg, exp_avg_sq), (exp_avg,), (momentum_buffer,) or, for sgd without
-    momentum, (): all float32, or bfloat16 rounded at random, or codes of 8 bits with `scales[i]` float32, one for each
-    `BLOCK` elements counted from the start.  `grad` is bfloat16 or float32 and is multiplied by `grad_scale` first.
-    `step` counts from 1.  Random bits depend on (`seed`, `step`, `first_element` + i) and nothing else, results neither
-    on `threads` nor on the instruction set.  ValueError for what does not fit together, naming it.
-    """
-    args = _UpdateArgs()
-    _put_tensors(args, rule, weight, low, moments, scales, grad)
-    lr, weight_decay = check_number("lr", lr, 0.0), check_number("weight_decay", weight_decay, 0.0)
-    beta1, beta2 = check_number("beta1", beta1, 0.0, 1.0), check_number("beta2", beta2, 0.0, 1.0)
-    check_whole("step", step, 1, 2**62)
-    check_whole("seed", seed, -(2**63), 2**64 - 1)
-    check_whole("first_element", first_element, 0, 2**62)
-    args.momentum = check_number("momentum", momentum, 0.0)
-    if rule == "sgd" and (momentum > 0) != bool(moments):
-        raise ValueError(
-            f"momentum is {momentum} with {len(moments)} moments; sgd needs a buffer just when it is above 0"
-        )
-    args.eps = check_number("eps", eps, 0.0)
-    args.grad_scale = check_number("grad_scale", grad_scale, -sys.float_info.max)
-    args.decoupled, args.keep, args.decay = decoupled, 1 - lr * weight_decay, weight_decay
-    args.beta1, args.one_minus_beta1 = beta1, 1 - beta1
-    args.beta2, args.one_minus_beta2 = beta2, 1 - beta2
-    args.inverse_root2 = (1 - beta2**step) ** -0.5
-    args.minus_step_size = -(lr / (1 - beta1**step)) if rule == "adam" else -lr
-    args.first_element = first_element % 2**32
-    load_library().oz_update(ctypes.byref(args), seed % 2**64, step, check_threads(threads))
+    """One step of an `Update` of these tensors, with the numbers of `Update.step`."""
+    Update(rule, weight, low, moments, scales, grad, first_element=first_element).step(**numbers)
 
 
 def _put_tensors(

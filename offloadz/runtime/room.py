@@ -16,10 +16,8 @@ from torch import Tensor
 from offloadz.memory.disk import DiskTier
 from offloadz.memory.flat import (
     DTYPES,
-    StateViews,
     compute_sections,
     slope_sections,
-    state_views,
     stored_sections,
     typed,
 )
@@ -82,6 +80,8 @@ class Room:
     """(unit, part) to where its sum of squares comes home to; none where memory is one."""
     due: dict[str, tuple[dict[str, Any], ...]] = field(default_factory=dict)
     """Parameter name to the settings of the updates that are due (one, or none for a parameter without a gradient)."""
+    ready: dict[tuple[int, int], list[Any]] = field(default_factory=dict)
+    """(unit, part) to updates that were made ready for where it lies (`ready.py`)."""
     told: dict[str, Any] = field(default_factory=dict)
     """What the flip of the decided step tells besides the state: JSON, of no concern to this room."""
     before_flip: Callable[[], None] = lambda: None
@@ -265,9 +265,6 @@ class Room:
         whole = self.unit_bytes("g", unit, place)
         return typed(self.part_bytes("g", unit, part, whole), 0, self.spec.units[unit].parts[part].num_elements, dtype)
 
-    def state(self, unit: int, part: int, place: str) -> StateViews:
-        return state_views(self.spec.units[unit].parts[part], self.buffer(place))
-
     def padded_bytes(self, extent: Extent, nbytes: int) -> int:
         """Length of a transfer that must end a piece or the extent."""
         return min(aligned(nbytes, PIECE_BYTES), extent.nbytes)
@@ -379,7 +376,7 @@ class Room:
     def close(self, keep_state: bool = False) -> None:
         """Give all memory back; scratch goes, state too unless it is to be kept."""
         held = (self.slots, self.homes, self.spares, self.live, self.saved, self.shapes, self.squares, self.due)
-        for named in (*held, self.passing, self.square_homes, self.graphs):
+        for named in (*held, self.ready, self.passing, self.square_homes, self.graphs):
             named.clear()  # type: ignore[attr-defined]
         try:
             if self.disk is not None:

@@ -312,8 +312,9 @@ class Session:
             self.settle()
 
     def _drain(self) -> None:
-        for lane in (*self.workers.values(), self.inline):
-            lane.drain()
+        with self.inline.clock.waiting():
+            for lane in (*self.workers.values(), self.inline):
+                lane.drain()
         self.check()
 
     def abandon(self) -> None:
@@ -331,9 +332,8 @@ class Session:
             op, error = lane.error
             if op.phase in ("update", "arrival"):
                 step = self.due_step if op.phase == "update" else self.step
-                raise UpdateFailed(
-                    f"the update of step {step} failed ({op.verb} of {self._called(op)}): {error}"
-                ) from error
+                text = f"the update of step {step} failed ({op.verb} of {self._called(op)}): {error}"
+                raise UpdateFailed(text) from error
             raise error
 
     def _called(self, op: Op) -> str:

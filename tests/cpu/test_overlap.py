@@ -123,3 +123,22 @@ def test_real_reads_run_beside_real_computations(slots: int, swap: Path) -> None
         assert fetched[unit][1] <= start
     beside = [unit for unit in range(1, 8) if fetched[unit][0] < computed[unit - 1][1]]
     assert len(beside) >= 4 if slots == 2 else not beside
+
+
+def test_waiting_for_what_no_computation_follows_is_told(swap: Path) -> None:
+    """The last gradient goes to the drive when all is computed: the step ends with it, and says that it waited."""
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+    where = {"parameters": "host", "gradients": "disk", "optimizer_state": "host"}
+    with offloadz.offload(model, swap=swap, **where) as run:
+        write = run.session.room.drive.write
+
+        def slowly(*how: object) -> None:
+            time.sleep(0.2)
+            write(*how)  # type: ignore[arg-type]
+
+        run.session.room.drive.write = slowly  # type: ignore[method-assign]
+        for _ in range(2):
+            run.step({"x": torch.ones(2, 64)}, loss_fn=lambda m, b: m(b["x"]).square().mean())
+        run.session.room.drive.write = write  # type: ignore[method-assign]
+        assert run.report.wait_s >= 0.2
+        assert run.report.busy_s["device"] + run.report.wait_s <= run.report.step_s
