@@ -89,7 +89,6 @@ def _refused(key: str) -> tuple[str, ...]:
 # Everything the contract names and this version does not do.  A line leaves the table when the thing is in force.
 NOT_BUILT: tuple[NotBuilt, ...] = (
     NotBuilt("model.dtype", _refused("dtype"), "is refused: its range needs a loss scaler", '"bfloat16" or "float32"'),
-    NotBuilt("model.kernels", _refused("kernels"), _LATER, '"auto" or "eager"'),
 )
 
 
@@ -209,6 +208,9 @@ def _contradictions(config: Config) -> Iterable[_Problem]:
             if getattr(data, key) != default:
                 text = f'found {shown(getattr(data, key))} with format = "text", which has no turns; leave it out'
                 yield (f"data.{key}", "data.format"), text
+    if config.model.kernels == "liger" and offload.device == "cpu":
+        text = 'found "liger", whose kernels need a GPU, with offload.device = "cpu"; write "eager" or "compile"'
+        yield ("model.kernels", "offload.device"), text
     on_disk = [k for k in ("parameters", "gradients", "optimizer", "activations") if getattr(offload, k) == "disk"]
     if on_disk and not offload.swap:
         text = f'found [], but offload.{on_disk[0]} = "disk" needs a directory, such as ["/nvme0/swap"]'

@@ -48,7 +48,10 @@ class ModelConfig:
     freeze: tuple[str, ...] = _key((), "texts", "name patterns: no gradient, no state, no write-back")
     attention: str = _key("auto", "text", "auto | eager | sdpa: what transformers takes")
     kernels: str = _key(
-        "auto", "text", "kernels of the blocks", choices=("auto", "eager"), refused=("compile", "liger")
+        "auto",
+        "text",
+        "kernels of the blocks: torch's own (auto, eager), compiled by a compiler that must be there, or Liger's",
+        choices=("auto", "eager", "compile", "liger"),
     )
     add_tokens: tuple[str, ...] = _key((), "texts", "special tokens a template needs; the table grows")
     trust_remote_code: bool = _key(False, "bool", "run Python files that lie beside the model")

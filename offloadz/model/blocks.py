@@ -11,6 +11,7 @@ block's graph exists at any time, for one micro-batch.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -61,12 +62,12 @@ class Call:
         axis = self.axes.inputs[index] if self.axes else None
         return leaf if axis is None else leaf.narrow(axis, *self.ranges[micro])
 
-    def run(self, body: Body, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The block's answer, and beside it what was recorded inside."""
         if not self.recorded:
-            return body.forward(*args, **kwargs)
+            return forward(*args, **kwargs)
         with aside(self.recorded) as lists:
-            return body.forward(*args, **kwargs), lists
+            return forward(*args, **kwargs), lists
 
     def release(self) -> None:
         """The hidden state is saved elsewhere; only its shape is still needed here."""
@@ -79,6 +80,8 @@ class BlockSeat:
     def __init__(self, stage: Stage, index: int, name: str, kind: str, unit: int, body: Body) -> None:
         self.stage, self.index, self.name, self.kind, self.unit, self.body = stage, index, name, kind, unit, body
         self.trainable = stage.session.spec.units[unit].trainable
+        self.unfolding = body.forward
+        """What runs where a graph is wanted."""
         body.stand_in(self.__call__)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -173,11 +176,15 @@ class BlockSeat:
         room = self.stage.session.room
         if call.turn.graded:
             room.lay_input(call.turn.call, micro, hidden)
-        weights = self.body.views(room.weights(self.unit, op.reads[0]))
+        self._gather(call, micro, self._bare(call, micro, hidden, room.weights(self.unit, op.reads[0])), outs)
+
+    def _bare(self, call: Call, micro: int, hidden: Tensor, sections: list[Tensor]) -> list[Any]:
+        """Outputs of a micro-batch, without a graph."""
         args, kwargs = call.inputs(micro, hidden)
-        with torch.no_grad(), self.stage.seeded(call.turn.call, micro), self.body.lent(weights):
-            leaves, call.out_spec = tree_flatten(call.run(self.body, args, kwargs))
-        self._gather(call, micro, leaves, outs)
+        lent = self.body.lent(self.body.views(sections))
+        with torch.no_grad(), self.stage.seeded(call.turn.call, micro), lent:
+            leaves, call.out_spec = tree_flatten(call.run(self.body.forward, args, kwargs))
+        return leaves
 
     def _unfold(self, op: Op, call: Call, micro: int, outs: list[Any]) -> None:
         """A micro-batch with its graph, which is kept for the backward."""
@@ -199,7 +206,7 @@ class BlockSeat:
         )
         args, kwargs = call.inputs(micro, graph.hidden)
         with torch.enable_grad(), self.stage.seeded(call.turn.call, micro), self.body.lent(graph.leaves):
-            outs, call.out_spec = tree_flatten(call.run(self.body, args, kwargs))
+            outs, call.out_spec = tree_flatten(call.run(self.unfolding, args, kwargs))
         return graph, graph.close(outs)
 
     def _gather(self, call: Call, micro: int, leaves: list[Any], outs: list[Any]) -> None:

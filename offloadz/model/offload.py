@@ -22,6 +22,7 @@ from offloadz.model.drives import Drives
 from offloadz.model.flips import adoptable, begin
 from offloadz.model.graphs import Keeping
 from offloadz.model.head import HeadSeat, LossHead
+from offloadz.model.kernels import KernelSeat, forwards_of
 from offloadz.model.materialize import move_buffers
 from offloadz.model.near import near_names
 from offloadz.model.optimizer import KINDS as OPTIMIZERS
@@ -100,6 +101,7 @@ def offload(
     copies: int = 1,
     adopt: Path | None = None,
     zero_stage: str | int = "auto",
+    kernels: str = "auto",
 ) -> Run:
     """Offload a module; returns the run that trains it.
 
@@ -118,7 +120,8 @@ def offload(
     `poison`: see docs.  `copies`: of parameters and optimizer state where both are on disk; from 2 on a step is there
     whole or not, from 3 on `run.save` makes hard links to one.  `adopt`: a directory of such state to take over instead
     of weights (CannotGoOn where it does not fit as it lies).  `checksum`: CRC32C of every MiB there.  `io`: auto |
-    io_uring | threads.  `zero_stage`: auto or 0 to 3, for ranks that share the `batch_size` (docs/zero.md).
+    io_uring | threads.  `zero_stage`: auto or 0 to 3, for ranks that share the `batch_size` (docs/zero.md).  `kernels`
+    of the blocks: auto (eager) | eager | compile (by a compiler that must be there) | liger (docs/stand-ins.md).
     Raises ConfigError for what is not built or wrong, DoesNotFit with numbers, before a weight is read.
     """
     tiers = {"parameters": parameters, "gradients": gradients, "optimizer_state": optimizer_state}
@@ -129,6 +132,7 @@ def offload(
     updates = RunUpdates(optimizer or AdamW(), update_threads(threads)[0], max_grad_norm, seed)
     drawn = outline(model, stored, updates.settings.recipe, **kept)
     paths, computer = apart([swap] if isinstance(swap, str | Path) else swap), device_named(device)
+    forwards = forwards_of(kernels, model, computer)
     wishes = Wishes(
         batch_size=batch_size or max(1, micro_batch_size) * max(1, sweeps) * ranks.size, max_length=max_length or 512,
         micro_batch_size=micro_batch_size, sweeps=sweeps, slots=slots, parameters=parameters, gradients=gradients,
@@ -140,7 +144,7 @@ def offload(
     plan = _settled(plan, drawn.spec, wishes, with_device(probe_machine(), computer.facts), ranks)
     room = _furnish(drawn.spec, plan, Drives(paths, checksum, io, output, adopt, ranks.rank), computer, ranks)
     session, keeping = Session(room, poison=poison, seed=seed), _keeping(drawn.spec, plan, bool(batch_size))
-    stage = Stage(session, model, seed + ranks.rank * SEED_STEP, keeping)
+    stage = Stage(session, model, seed + ranks.rank * SEED_STEP, keeping, forwards=forwards)
     run = _stand_in(model, drawn, plan, stage, None if adopt else source_of(model) or ModuleSource(model), updates)
     run.stage.planned_positions = plan.batch.rows * plan.batch.length if batch_size and max_length else 0
     run.stage.micro_rows = micro_batch_size or (plan.micro_batch_size if batch_size else 0)
@@ -370,7 +374,10 @@ def _seat(stage: Stage, index: int, module: nn.Module, drawn: Outline) -> SeatLi
         return TableSeat(stage, index, seat.name, module, body)  # type: ignore[arg-type]
     if seat.kind == "head":
         return HeadSeat(stage, index, seat.name, body)
-    return BlockSeat(stage, index, seat.name, seat.kind, seat.units[0], body)
+    told = (stage, index, seat.name, seat.kind, seat.units[0], body)
+    if seat.kind == "block" and stage.forwards is not None:
+        return KernelSeat(*told, forward=stage.forwards(body))
+    return BlockSeat(*told)
 
 
 def _to_meta(seats: list[SeatLike], trained: set[str]) -> None:

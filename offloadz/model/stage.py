@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from offloadz.model.body import Body
 from offloadz.model.graphs import Keeping
 from offloadz.plan.errors import ConfigError
 from offloadz.runtime.devices import Device
@@ -68,6 +69,8 @@ class Stage:
     seed: int = 0
     keeping: Keeping = field(default_factory=lambda: Keeping(-1, ()))
     """Which turns keep their graph; by default none."""
+    forwards: Callable[[Body], Callable[..., Any]] | None = None
+    """What makes a block's forward where its own is not what runs (`kernels.py`)."""
     micro_rows: int = 0
     """Rows of a micro-batch; 0: all rows at once."""
     planned_positions: int = 0

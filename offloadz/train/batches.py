@@ -26,6 +26,7 @@ from offloadz.train.packing import pack
 from offloadz.train.tokens import Ids, Mask
 
 if TYPE_CHECKING:
+    from offloadz.config import Config
     from offloadz.train.data import Dataset
 
 Sample = tuple[Ids, Mask]
@@ -51,6 +52,20 @@ def held_out(num: int, share: float, seed: int) -> npt.NDArray[np.bool_]:
     return chosen
 
 
+NUM_LENGTHS = 8
+"""Lengths of rows where each costs a compilation."""
+
+
+def row_lengths(config: Config) -> tuple[int, ...]:
+    """Lengths that the rows of a batch are filled up to, each to the next that holds the longest; none: just to that.
+
+    Compiled blocks are compiled for each length (`model/compiled.py`).
+    """
+    if config.model.kernels != "compile":
+        return ()
+    return tuple(-(-config.data.max_length * part // NUM_LENGTHS) for part in range(1, NUM_LENGTHS + 1))
+
+
 class Loader:
     """Batches of a data set and its place among them.
 
@@ -67,18 +82,19 @@ class Loader:
         shuffle: bool = True,
         num_batches: int | None = None,
         deal: tuple[int, int] = (0, 1),
+        lengths: Sequence[int] = (),
     ):
         """Serve `batch_size` rows at a time; iteration ends after `num_batches` in all (None: never).
 
         `deal`: of each batch only the rows that fall to this rank of so many, dealt in turn; one for which none is left
-        gets the first without targets.  The place is that of all ranks.
+        gets the first without targets.  The place is that of all ranks.  `lengths`: see `row_lengths`.
         """
         if batch_size < 1:
             raise ConfigError(f"train.batch_size = {batch_size}: at least 1 row is needed")
         if not len(dataset):
             raise ConfigError("data: the data set has no sample")
         self.dataset, self.batch_size, self.seed, self.shuffle = dataset, batch_size, seed, shuffle
-        self.num_batches, self.deal = num_batches, deal
+        self.num_batches, self.deal, self.lengths = num_batches, deal, lengths
         self.epoch = self.position = self.num_served = 0
         self.last_ids: list[int] = []
         """The samples of the newest batch, row by row, of all ranks."""
@@ -131,8 +147,8 @@ class Loader:
         rank, ranks = self.deal
         own = samples[rank::ranks] or [[(ids, np.zeros_like(targets)) for ids, targets in samples[0]]]
         if self.dataset.row_length:
-            return collate_packed(own, self.dataset.pad_id)
-        return collate([row[0] for row in own], self.dataset.pad_id)
+            return collate_packed(own, self.dataset.pad_id, self.lengths)
+        return collate([row[0] for row in own], self.dataset.pad_id, self.lengths)
 
     def state_dict(self) -> dict[str, Any]:
         """The place (plain JSON values), with what it depends on."""
@@ -168,12 +184,16 @@ class Loader:
         self.rows = self._rows_of(self.epoch)
 
 
-def collate(rows: Sequence[Sample], pad_id: int) -> dict[str, Any]:
+def _width(longest: int, lengths: Sequence[int]) -> int:
+    return next((length for length in lengths if length >= longest), longest)
+
+
+def collate(rows: Sequence[Sample], pad_id: int, lengths: Sequence[int] = ()) -> dict[str, Any]:
     """Stack samples into (rows, longest) int64 `input_ids`, `attention_mask`, `labels`, padded at the right.
 
-    Padding is told by position alone.
+    Padding is told by position alone.  `lengths`: see `row_lengths`.
     """
-    shape = len(rows), max(len(ids) for ids, _ in rows)
+    shape = len(rows), _width(max(len(ids) for ids, _ in rows), lengths)
     input_ids = np.full(shape, pad_id, dtype=np.int64)
     attention_mask = np.zeros(shape, dtype=np.int64)
     labels = np.full(shape, -100, dtype=np.int64)
@@ -185,12 +205,12 @@ def collate(rows: Sequence[Sample], pad_id: int) -> dict[str, Any]:
     return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
-def collate_packed(rows: Sequence[Sequence[Sample]], pad_id: int) -> dict[str, Any]:
+def collate_packed(rows: Sequence[Sequence[Sample]], pad_id: int, lengths: Sequence[int] = ()) -> dict[str, Any]:
     """Lay samples behind each other into (rows, longest) int64 `input_ids`, `position_ids`, `labels`; no mask.
 
-    See [Note: samples that share a row] for why `use_cache` is False.
+    See [Note: samples that share a row] for why `use_cache` is False, `row_lengths` for `lengths`.
     """
-    shape = len(rows), max(sum(len(ids) for ids, _ in row) for row in rows)
+    shape = len(rows), _width(max(sum(len(ids) for ids, _ in row) for row in rows), lengths)
     input_ids = np.full(shape, pad_id, dtype=np.int64)
     position_ids = np.empty(shape, dtype=np.int64)
     labels = np.full(shape, -100, dtype=np.int64)

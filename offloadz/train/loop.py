@@ -34,6 +34,7 @@ from offloadz.runtime.meter import process_bytes
 from offloadz.runtime.ranks import Solo, join
 from offloadz.runtime.tracing import traced
 from offloadz.train import said
+from offloadz.train.batches import Loader, row_lengths
 from offloadz.train.begin import (
     Start,
     alone,
@@ -45,7 +46,6 @@ from offloadz.train.begin import (
 )
 from offloadz.train.checkpoint import load_checkpoint, newest_order, prune_weights, save_checkpoint
 from offloadz.train.closing import PlanCheck
-from offloadz.train.data import Loader
 from offloadz.train.evaluation import evaluated
 from offloadz.train.metrics import SAMPLES, Metrics, Unwritten, plain, write_trace
 from offloadz.train.offloaded import begun, tell_kept, tell_swap, tell_unlinked
@@ -151,7 +151,7 @@ class Training:
         self.status = 0
         """What a signal to any rank asks for, as far as all have agreed on it."""
         rows, seed, deal = config.train.batch_size, config.train.seed, (run.ranks.rank, run.ranks.size)
-        self.loader = Loader(task.samples, rows, seed, config.data.shuffle, deal=deal)
+        self.loader = Loader(task.samples, rows, seed, config.data.shuffle, deal=deal, lengths=row_lengths(config))
         self.schedule = schedule_of(config.optimizer, task.num_steps)
         self.scheduler = scheduler_of(run.optimizer, self.schedule)
         self.progress = Progress()

@@ -96,7 +96,7 @@ def _offloaded(config: Config, plan: Plan, task: Task, adopt: Path | None = None
         max_length=config.data.max_length, max_grad_norm=config.optimizer.max_grad_norm, dtype=model.dtype,
         keep_float32=model.keep_float32, freeze=model.freeze, threads=threads, seed=config.train.seed,
         checksum=offload.checksum, io=offload.io, poison=config.debug.poison, output=config.train.output,
-        adopt=adopt, device=offload.device,
+        adopt=adopt, device=offload.device, kernels=model.kernels,
     )  # fmt: skip
 
 

@@ -60,8 +60,6 @@ def test_contradictions_are_refused(base: Path, overrides: list[str], words: str
     [
         "model.dtype=float16",
         "model.attention=flash_attention_2",
-        "model.kernels=compile",
-        "model.kernels=liger",
     ],
 )
 def test_what_is_not_built_is_refused_by_name(base: Path, override: str) -> None:
