@@ -9,7 +9,8 @@ process.  Arms:
 
 - `plain`: PyTorch's own loop in float32 with fused AdamW; `plain_recompute`: the same with activation checkpointing;
 - `host`, `disk`: ours with all state in memory, or parameters, gradients and optimizer state in `--path`; nothing runs
-  twice; `recompute`: as `host`, every block again in its backward; `bf16`: as `host`, weights in bfloat16;
+  twice; `recompute`: as `host`, every block again in its backward; `bf16`: as `host`, weights in bfloat16; `compile`:
+  as `host`, blocks compiled, which takes a C++ compiler;
 - `fsdp2`: torch's fully_shard with CPUOffloadPolicy; `deepspeed`: ZeRO stage 3 with parameters and optimizer state on
   `--path`, by `--deepspeed-python` or where it can be imported; else null, as its ratio is.
 
@@ -51,6 +52,7 @@ RATIOS = {
     "host_vs_fsdp2": ("host", "fsdp2"),
     "bf16_vs_plain": ("bf16", "plain"),
     "bf16_vs_host": ("bf16", "host"),
+    "compile_vs_host": ("compile", "host"),
 }
 Step = Callable[[Any], float]
 Arm = Callable[[Path], Step]
@@ -167,6 +169,7 @@ ARMS: dict[str, Arm] = {
     "plain_recompute": plain_recompute,
     "recompute": ours(**IN_MEMORY, recompute="all"),
     "bf16": ours(**IN_MEMORY, recompute="none", dtype="bfloat16"),
+    "compile": ours(**IN_MEMORY, recompute="none", kernels="compile"),
     "fsdp2": fsdp2,
 }
 

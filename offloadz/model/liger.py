@@ -130,10 +130,10 @@ def _gated(part: Any, gate: str) -> Callable[..., Any]:
 
 def _rotated(part: nn.Module) -> Callable[..., Any]:
     """The attention's own forward, in which the name of the rotation means Liger's."""
-    from liger_kernel.transformers.rope import liger_rotary_pos_emb
+    from liger_kernel.ops import LigerRopeFunction as Rotation
 
     own = inspect.unwrap(type(part).forward)
-    names = {**vars(sys.modules[type(part).__module__]), ROTATION: liger_rotary_pos_emb}
+    names = {**vars(sys.modules[type(part).__module__]), ROTATION: Rotation.apply}
     copy = FunctionType(own.__code__, names, own.__name__, own.__defaults__, own.__closure__)
     copy.__kwdefaults__ = own.__kwdefaults__
     return MethodType(copy, part)

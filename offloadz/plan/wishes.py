@@ -120,8 +120,10 @@ def question(
     wishes = _with_drive(machine, wishes, elsewhere) if elsewhere else _with_free(machine, wishes)
     machine, wishes = _changed(machine, wishes, sets, len(config.offload.swap), elsewhere)
     compute = compute_dtype(facts, spec.dtype) if facts or machine.unified else spec.dtype
-    machine = machine.computing(compute, "eager" if model.kernels == "auto" else model.kernels)
+    kernels = "eager" if model.kernels == "auto" else model.kernels
+    machine = machine.computing(compute, kernels)
     more = [_room_note(machine, wishes)] if elsewhere else [_gpu_note(machine), *_swap_notes(config)]
+    more.append(_kernels_note(machine, kernels, compute))
     notes = [note, *_shape_notes(config, directory, init), *more]
     return Question(spec, machine, replace(wishes, compute=compute), tuple(filter(None, notes)))
 
@@ -156,6 +158,14 @@ def _gpu_note(machine: Machine) -> str:
         f"{machine.name} has a GPU ({machine.gpu}); this run computes on the CPU: offload.device says so, or torch"
         " finds none"
     )
+
+
+def _kernels_note(machine: Machine, kernels: str, compute: str) -> str:
+    """What is to be known of kernels that were asked for."""
+    told = ["blocks are compiled at the first step of each length of rows, some ten seconds"] * (kernels == "compile")
+    if kernels != "eager" and (kernels not in machine.rates or compute != "bfloat16"):
+        told.append(f"how fast they are in {compute} on {machine.name} is not known, so times are those of eager blocks")
+    return f'model.kernels = "{kernels}": {"; ".join(told)}' if told else ""
 
 
 def _reading_bytes(config: Config, directory: Path) -> int:

@@ -26,6 +26,7 @@ from offloadz.config import config_differences, config_from_tables
 from offloadz.model import offload as offloading
 from offloadz.model.graphs import Place, Saved
 from offloadz.plan.errors import ConfigError
+from offloadz.plan.wishes import question
 from offloadz.train.batches import NUM_LENGTHS, collate, collate_packed, row_lengths
 
 KINDS = ("parameters", "gradients", "optimizer_state", "activations")
@@ -223,6 +224,19 @@ def test_what_kernels_may_say_and_that_they_change_bits(swap: Path, tmp_path: Pa
     assert not config_differences(eager, config_from_tables(allowed))
 
 
+def test_a_plan_says_what_it_does_not_know_of_them(tmp_path: Path) -> None:
+    def told(kernels: str, *machine: str, **changes: Any) -> list[str]:
+        asked = question(config_from_tables(tables(tmp_path, model__kernels=kernels, **changes)), *machine)
+        return [note for note in asked.notes if "kernels" in note]
+
+    assert not told("eager") and not told("auto") and not told("liger", "rtx4090")
+    assert "is not known, so times are those of eager blocks" in told("liger")[0]
+    assert "not known" in told("liger", "rtx4090", model__dtype="float32")[0]
+    assert [note.split(": ")[1].split(",")[0] for note in told("compile", "rtx4090")] == [
+        "blocks are compiled at the first step of each length of rows"
+    ]
+
+
 def test_rows_are_filled_up_to_one_of_a_few_lengths(tmp_path: Path) -> None:
     lengths = row_lengths(config_from_tables(tables(tmp_path, model__kernels="compile", data__max_length=30)))
     assert lengths == (4, 8, 12, 15, 19, 23, 27, 30) and len(lengths) == NUM_LENGTHS
@@ -261,9 +275,9 @@ class Twin:
         return torch.nn.functional.gelu(a, approximate="tanh") * b
 
     @staticmethod
-    def rotation(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1) -> tuple[Tensor, Tensor]:
+    def rotation(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         SEEN.add("rotation")
-        cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
         half = q.shape[-1] // 2
         turned = (torch.cat((-x[..., half:], x[..., :half]), -1) for x in (q, k))
         return tuple(x * cos + y * sin for x, y in zip((q, k), turned, strict=True))  # type: ignore[return-value]
@@ -272,21 +286,22 @@ class Twin:
 @pytest.fixture
 def twin(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """A package of Liger's name whose kernels are the twins."""
-    made = {name: ModuleType(name) for name in ("liger_kernel", "liger_kernel.ops", "liger_kernel.transformers")}
-    made["liger_kernel.transformers.rope"] = rope = ModuleType("liger_kernel.transformers.rope")
-    ops = made["liger_kernel.ops"]
-    kinds = {"RMSNorm": Twin.norm, "SiLUMul": Twin.silu, "GELUMul": Twin.gelu}
+    package, ops = ModuleType("liger_kernel"), ModuleType("liger_kernel.ops")
+    kinds = {"RMSNorm": Twin.norm, "SiLUMul": Twin.silu, "GELUMul": Twin.gelu, "Rope": Twin.rotation}
     for name, function in kinds.items():
         setattr(ops, f"Liger{name}Function", type(name, (), {"apply": staticmethod(function)}))
-    rope.liger_rotary_pos_emb = Twin.rotation  # type: ignore[attr-defined]
-    made["liger_kernel"].ops = ops  # type: ignore[attr-defined]
-    for name, module in made.items():
-        monkeypatch.setitem(sys.modules, name, module)
+    package.ops = ops  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, package.__name__, package)
+    monkeypatch.setitem(sys.modules, ops.__name__, ops)
     SEEN.clear()
     return SEEN
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "olmo2", "qwen2", "qwen3", "gemma2", "gemma3"])
+FITTING = ["llama", "mistral", "olmo2", "qwen2", "qwen3", "gemma2", "gemma3"]
+"""Families of the tests that Liger's kernels are for."""
+
+
+@pytest.mark.parametrize("family", FITTING)
 def test_each_part_of_a_block_gets_the_kernel_of_its_family(family: str, twin: set[str], swap: Path) -> None:
     build = families.FAMILIES[family].build
     model, plain = build(), build()
@@ -322,3 +337,35 @@ def test_liger_is_refused_by_name(swap: Path, twin: set[str], monkeypatch: pytes
     assert "needs the package liger-kernel" in told(tiny("llama"))
     with pytest.raises(ConfigError, match=r'model.kernels: found "liger", whose kernels need a GPU'):
         config_from_tables({"model": {"path": "m", "kernels": "liger"}, "offload": {"device": "cpu"}})
+
+
+@pytest.fixture
+def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter for the kernels: it wants numbers as tensors, and has none of a GPU's functions."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    pytest.importorskip("liger_kernel")
+    import liger_kernel.ops.geglu as geglu
+    import liger_kernel.ops.rms_norm as rms_norm
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    convert = interpreter._implicit_cvt
+
+    def number(value: Any) -> Any:
+        if not isinstance(value, float):
+            return convert(value)
+        return tl.tensor(interpreter.TensorHandle(np.array([value], dtype=np.float32), tl.float32), tl.float32)
+
+    monkeypatch.setattr(interpreter, "_implicit_cvt", number)
+    monkeypatch.setattr(rms_norm, "rsqrt", lambda x: 1 / tl.sqrt(x))
+    monkeypatch.setattr(geglu, "tanh", lambda x: 2 / (1 + tl.exp(-2 * x)) - 1)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", FITTING)
+def test_the_kernels_themselves_interpreted(family: str, interpreter: None, swap: Path) -> None:
+    build = families.FAMILIES[family].build
+    steps = batches(2, rows=2, length=9)
+    outcomes = [ran(build(), swap, "liger", steps, recompute=how, poison=True) for how in ("none", "all")]
+    assert_same_bits(*outcomes)
+    assert_close(outcomes[0], plain_run(build(), steps, micro_rows=2), start_of(build()))
