@@ -164,7 +164,9 @@ def _kernels_note(machine: Machine, kernels: str, compute: str) -> str:
     """What is to be known of kernels that were asked for."""
     told = ["blocks are compiled at the first step of each length of rows, some ten seconds"] * (kernels == "compile")
     if kernels != "eager" and (kernels not in machine.rates or compute != "bfloat16"):
-        told.append(f"how fast they are in {compute} on {machine.name} is not known, so times are those of eager blocks")
+        told.append(
+            f"how fast they are in {compute} on {machine.name} is not known, so times are those of eager blocks"
+        )
     return f'model.kernels = "{kernels}": {"; ".join(told)}' if told else ""
 
 
