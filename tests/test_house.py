@@ -194,7 +194,8 @@ def test_no_pickle() -> None:
 def test_dependencies() -> None:
     """What is imported is declared, if only as an extra; what is declared has its reason in docs/log.md."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    declared = project["dependencies"] + project["optional-dependencies"]["report"]
+    extras = project["optional-dependencies"]
+    declared = project["dependencies"] + extras["report"] + extras["liger"]
     names = {re.split(r"[<>=\[; ]", line)[0].replace("-", "_") for line in declared}
     used = {n.split(".")[0] for path in PYTHON for n in imports(tree_of(path))} - {"offloadz"}
     foreign = {n for n in used if n not in sys.stdlib_module_names}

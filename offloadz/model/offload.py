@@ -16,6 +16,7 @@ from torch import nn
 
 from offloadz.memory.flat import spans
 from offloadz.memory.host import map_large_blocks
+from offloadz.model.asked import check_arguments, check_commit, check_kinds, most_bytes, stored_dtype
 from offloadz.model.blocks import BlockSeat
 from offloadz.model.body import Body
 from offloadz.model.drives import Drives
@@ -25,24 +26,22 @@ from offloadz.model.head import HeadSeat, LossHead
 from offloadz.model.kernels import KernelSeat, forwards_of
 from offloadz.model.materialize import move_buffers
 from offloadz.model.near import near_names
-from offloadz.model.optimizer import KINDS as OPTIMIZERS
 from offloadz.model.optimizer import AdamW, RunOptimizer, Settings
-from offloadz.model.outline import Outline, config_of, most_common_dtype, outline
+from offloadz.model.outline import Outline, config_of, outline
 from offloadz.model.run import RUNS, Run, SeatLike
 from offloadz.model.sources import ModuleSource, RandomSource, Source
 from offloadz.model.stage import Stage
 from offloadz.model.tables import TableSeat
 from offloadz.model.weights import names_of, source_of
 from offloadz.plan.errors import ConfigError, DoesNotFit
-from offloadz.plan.footprint import score_copies
+from offloadz.plan.footprint import baseline, score_copies
 from offloadz.plan.kept import SLACK, UNLIMITED, graph_token_bytes, kept_bytes
 from offloadz.plan.machine import Machine, compute_dtype, probe_machine, with_device
-from offloadz.plan.placement import COMMITS, KINDS, TIERS
+from offloadz.plan.placement import KINDS
 from offloadz.plan.rooms import apart, rooms_of
 from offloadz.plan.search import Plan, Wishes
 from offloadz.plan.spec import ITEM_BYTES, ModelSpec
 from offloadz.plan.stages import decide_for
-from offloadz.plan.words import parse_bytes
 from offloadz.runtime.devices import Device, device_named
 from offloadz.runtime.level import level
 from offloadz.runtime.ranks import Solo, join
@@ -125,10 +124,10 @@ def offload(
     Raises ConfigError for what is not built or wrong, DoesNotFit with numbers, before a weight is read.
     """
     tiers = {"parameters": parameters, "gradients": gradients, "optimizer_state": optimizer_state}
-    _check_arguments(model, tiers | {"activations": activations}, optimizer)
-    _check_kinds(kept := {"keep_float32": keep_float32, "freeze": freeze, "blocks": blocks}, copies)
-    _check_commit(plan.commit if plan is not None and commit == "auto" else commit, max_grad_norm)
-    stored, ranks = _stored(model, dtype), join()
+    check_arguments(model, tiers | {"activations": activations}, optimizer)
+    check_kinds(kept := {"keep_float32": keep_float32, "freeze": freeze, "blocks": blocks}, copies)
+    check_commit(plan.commit if plan is not None and commit == "auto" else commit, max_grad_norm)
+    stored, ranks = stored_dtype(model, dtype), join()
     updates = RunUpdates(optimizer or AdamW(), update_threads(threads)[0], max_grad_norm, seed)
     drawn = outline(model, stored, updates.settings.recipe, **kept)
     paths, computer = apart([swap] if isinstance(swap, str | Path) else swap), device_named(device)
@@ -138,17 +137,23 @@ def offload(
         micro_batch_size=micro_batch_size, sweeps=sweeps, slots=slots, parameters=parameters, gradients=gradients,
         optimizer=optimizer_state, activations=activations, swap=bool(paths), commit=commit, recompute=recompute,
         disk_free=sum(rooms_of(paths, None)) if paths else None, compute=compute_dtype(computer.facts, stored),
-        **_most_bytes(host_memory=host_memory, device_memory=device_memory), threads=threads, zero_stage=zero_stage,
-        random=isinstance(source_of(model), RandomSource), score_copies=_score_copies(model), copies=copies,
+        **most_bytes(host_memory=host_memory, device_memory=device_memory), threads=threads, zero_stage=zero_stage,
+        **_known(model), copies=copies, baseline_bytes=baseline(kernels),
     )  # fmt: skip
     plan = _settled(plan, drawn.spec, wishes, with_device(probe_machine(), computer.facts), ranks)
     room = _furnish(drawn.spec, plan, Drives(paths, checksum, io, output, adopt, ranks.rank), computer, ranks)
     session, keeping = Session(room, poison=poison, seed=seed), _keeping(drawn.spec, plan, bool(batch_size))
     stage = Stage(session, model, seed + ranks.rank * SEED_STEP, keeping, forwards=forwards)
     run = _stand_in(model, drawn, plan, stage, None if adopt else source_of(model) or ModuleSource(model), updates)
-    run.stage.planned_positions = plan.batch.rows * plan.batch.length if batch_size and max_length else 0
-    run.stage.micro_rows = micro_batch_size or (plan.micro_batch_size if batch_size else 0)
-    run.sweeps = sweeps or (plan.sweeps if batch_size else 1)
+    return _sized(run, micro_batch_size, sweeps, bool(batch_size), bool(batch_size and max_length))
+
+
+def _sized(run: Run, micro_rows: int, sweeps: int, rows_known: bool, all_known: bool) -> Run:
+    """The run with what it cuts a batch into: as asked for, else as planned where the plan knew the batch."""
+    plan: Plan = run.plan
+    run.sweeps = sweeps or (plan.sweeps if rows_known else 1)
+    run.stage.micro_rows = micro_rows or (plan.micro_batch_size if rows_known else 0)
+    run.stage.planned_positions = plan.batch.rows * plan.batch.length if all_known else 0
     return run
 
 
@@ -161,68 +166,6 @@ def _keeping(spec: ModelSpec, plan: Plan, known: bool) -> Keeping:
         room_bytes = min(room_bytes, planned) if known else room_bytes // 2
     each = {seat: graph_token_bytes(spec, seat, plan.placement, plan.batch) for seat in spec.unfolding_seats}
     return Keeping(room_bytes, [each.get(seat, 0.0) for seat in range(len(spec.seats))])
-
-
-def _check_arguments(model: nn.Module, tiers: dict[str, str], optimizer: Any) -> None:
-    """What a caller may easily get wrong in kind."""
-    if id(model) in RUNS:
-        raise ConfigError(f"this {type(model).__name__} is already offloaded; first run.close(materialize=True)")
-    _check_uncut(model)
-    for kind, tier in tiers.items():
-        if tier not in ("auto", *TIERS):
-            raise ConfigError(f"{kind} = {tier!r}; needed: auto, {', '.join(TIERS)}")
-    if optimizer is not None and not isinstance(optimizer, Settings):
-        kinds = ", ".join(f"offloadz.{kind.__name__}" for kind in OPTIMIZERS.values())
-        raise ConfigError(f"optimizer is a {type(optimizer).__name__}; needed: one of {kinds}, such as AdamW(lr=...)")
-
-
-def _check_uncut(model: nn.Module) -> None:
-    """ConfigError for a model of which each rank has a piece already; what is whole says nothing of a mesh."""
-    mesh = getattr(model, "_device_mesh", None)
-    cut = [name for name, param in model.named_parameters() if hasattr(param, "device_mesh")]
-    if cut or mesh is not None:
-        found = f"{cut[0]} is a DTensor" if cut else f"{type(model).__name__} is spread over {mesh}"
-        raise ConfigError(
-            f"{found}: a model that is already cut over ranks (tp_plan, device_mesh, FSDP) is not built; give offload "
-            "the whole one, loaded without these (offloadz.load, best), and start with torchrun: the ranks share it by "
-            "zero_stage"
-        )
-
-
-def _most_bytes(**limits: int | str | None) -> dict[str, Any]:
-    """Limits in bytes: numbers, and the forms that a configuration takes; None leaves one to the machine."""
-    found: dict[str, Any] = {key: None if told == "auto" else told for key, told in limits.items()}
-    for key, told in found.items():
-        if told is not None and (isinstance(told, bool) or not isinstance(told, int)):
-            try:
-                found[key] = parse_bytes(told)
-            except ValueError as error:
-                raise ConfigError(f'{key} = {told!r}: {error}, or a whole number of bytes, or "auto"') from None
-    return found
-
-
-def _stored(model: nn.Module, dtype: torch.dtype | str | None) -> str:
-    """Dtype of the working weights at rest."""
-    stored = str(dtype).removeprefix("torch.") if dtype is not None else most_common_dtype(model)
-    if stored not in ITEM_BYTES:
-        raise ConfigError(f"dtype {stored} is not built; needed: one of {', '.join(ITEM_BYTES)}")
-    return stored
-
-
-def _check_kinds(lists: dict[str, Any], copies: Any) -> None:
-    """A bare text would be taken letter by letter, and no copies as one."""
-    if not isinstance(copies, int) or copies < 1:
-        raise ConfigError(f"copies = {copies!r}; needed: a whole number of 1 or more")
-    for key, names in lists.items():
-        if isinstance(names, str):
-            raise ConfigError(f"{key} = {names!r}; needed: a list, such as [{names!r}]")
-
-
-def _check_commit(commit: str, max_grad_norm: float) -> None:
-    if commit not in COMMITS:
-        raise ConfigError(f"commit = {commit!r}; needed: {', '.join(COMMITS)}")
-    if commit == "in_place" and max_grad_norm:
-        raise ConfigError(f"commit = 'in_place' cannot clip; found max_grad_norm = {max_grad_norm}, needed: 0")
 
 
 def _settled(plan: Plan | None, spec: ModelSpec, wishes: Wishes, machine: Machine, ranks: Solo) -> Plan:
@@ -262,11 +205,12 @@ def _check_agrees(plan: Plan, wishes: Wishes) -> None:
             raise ConfigError(f"offload: {name} = {wished!r} beside a plan that says {planned!r}; give one of the two")
 
 
-def _score_copies(model: nn.Module) -> int:
-    """How many arrays of attention scores the plan has to count with."""
-    config = getattr(model, "config", None)
-    told = config_of(model)
-    return score_copies(getattr(config, "_attn_implementation", None) or "sdpa", told) if told else 0
+def _known(model: nn.Module) -> dict[str, Any]:
+    """What the plan has to know of a model beside its shapes."""
+    config, told = getattr(model, "config", None), config_of(model)
+    attention = getattr(config, "_attn_implementation", None) or "sdpa"
+    copies = score_copies(attention, told) if told else 0  # of the attention scores
+    return {"random": isinstance(source_of(model), RandomSource), "score_copies": copies}
 
 
 def _furnish(spec: ModelSpec, plan: Plan, drives: Drives, device: Device, ranks: Solo) -> Room:

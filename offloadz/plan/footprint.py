@@ -32,6 +32,10 @@ BASELINE_BYTES = 440 << 20
 """Resident bytes of the interpreter with what a run imports: torch 2.13 218 MiB, transformers 5.24 with a model family
 118, first use of autograd 18, numba, pyarrow and tensorboard 81 (VmRSS after each import, CPU build, 2 cores)."""
 
+COMPILER_BYTES = 106 << 20
+"""Torch's compiler beside them, once it has compiled a block (2.13, measured so); g++, a process of its own, takes 410
+MiB more for some seconds."""
+
 STAGING_BYTES = 16 << 20
 """Aligned buffers for rows of tables and for pieces on their way to or from files."""
 
@@ -60,6 +64,11 @@ GRAPH_PER_PRODUCT = 2.35
 GRAPH_PER_NORM = 1.4
 """Elements per token alive at the worst moment of a block's backward, per element of the wide side of its products and
 of its norms' weights: fitted to the four families above, feed-forwards one to six times as wide as the hidden state."""
+
+
+def baseline(kernels: str) -> int:
+    """Resident bytes of a run before it has a buffer."""
+    return BASELINE_BYTES + COMPILER_BYTES * (kernels == "compile")
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ from offloadz.plan.catalogue import (
 from offloadz.plan.errors import ConfigError
 from offloadz.plan.estimate import estimate
 from offloadz.plan.families import shapes_note
-from offloadz.plan.footprint import Batch, reading, score_copies
+from offloadz.plan.footprint import Batch, baseline, reading, score_copies
 from offloadz.plan.found import Find, with_found
 from offloadz.plan.headers import find_directory, has_weights, model_spec, read_config
 from offloadz.plan.machine import DeviceFacts, Drive, Machine, compute_dtype, probe_machine
@@ -264,6 +264,7 @@ def wishes_of(config: Config, model_config: dict[str, Any]) -> Wishes:
         copies=0,
         linkable=bool(together) and all(together) and offload.checksum,
         threads=offload.threads,
+        baseline_bytes=baseline(config.model.kernels),
         export_item_bytes=4 if config.model.dtype == "float32" else 2,
     )
 
