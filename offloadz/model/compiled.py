@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from offloadz.model.body import Body
 from offloadz.plan.errors import ConfigError
@@ -53,7 +54,7 @@ def compiled_forward(body: Body) -> Callable[..., Any]:
         _note_shape(name, args)
         try:
             return _compiled(own, args, kwargs)
-        except torch._dynamo.exc.TorchDynamoException as error:
+        except (torch._dynamo.exc.TorchDynamoException, GuardOnDataDependentSymNode) as error:
             raise ConfigError(
                 f'{name} cannot be compiled whole: {_first_line(error)}; write kernels = "eager"'
             ) from error

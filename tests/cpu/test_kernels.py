@@ -32,7 +32,6 @@ from offloadz.train.batches import NUM_LENGTHS, collate, collate_packed, row_len
 KINDS = ("parameters", "gradients", "optimizer_state", "activations")
 HOST, DISK = (dict.fromkeys(KINDS, tier) for tier in ("host", "disk"))
 STEPS = batches(5)
-DROPPING = {"resid_pdrop": 0.2, "attn_pdrop": 0.1}
 
 
 @pytest.fixture(scope="module")
@@ -118,24 +117,31 @@ def test_kept_graphs_hold_no_weights_and_take_less(compiler: None, swap: Path, m
     assert 0 < taken["compile"] < taken["eager"]
 
 
-def test_dropout_draws_what_eager_blocks_draw(compiler: None, swap: Path) -> None:
-    kept, again, eager = (
-        ran(tiny("gpt2", **DROPPING).train(), swap, kernels, STEPS[:3], seed=3, recompute=recompute)
-        for kernels, recompute in (("compile", "none"), ("compile", "all"), ("eager", "all"))
-    )
-    assert_same_bits(kept, again)
-    assert_close(kept, eager, start_of(tiny("gpt2", **DROPPING)))
+class Dropping(odd_models.Pair):
+    """A block with a second input, three outputs and dropout."""
+
+    def forward(self, x: Tensor, scale: Tensor, note: str = "") -> tuple[Tensor, Tensor, Tensor]:
+        out, square, chosen = super().forward(x, scale, note)
+        return torch.nn.functional.dropout(out, 0.2, self.training), square, chosen
 
 
-def test_blocks_with_two_inputs_and_three_outputs(compiler: None, swap: Path, graphs: Callable[[], int]) -> None:
-    def make() -> torch.nn.Module:
-        return odd_models.Odd(odd_models.Pair)
-
+def test_an_odd_block_and_dropout_drawn_as_by_eager_blocks(
+    compiler: None, swap: Path, graphs: Callable[[], int]
+) -> None:
     steps = odd_models.odd_batches(3)
-    with offloadz.offload(make(), offloadz.AdamW(lr=1e-3), swap=swap, kernels="compile", slots=2, **DISK) as run:
-        found = train(run, steps, loss_fn=odd_models.mean_loss)
+
+    def odd(kernels: str, recompute: str, training: bool = True) -> Outcome:
+        model = odd_models.Odd(Dropping).train(training)
+        how = {"swap": swap, "kernels": kernels, "recompute": recompute, "slots": 2, "seed": 3, **DISK}
+        with offloadz.offload(model, offloadz.AdamW(lr=1e-3), **how) as run:
+            return train(run, steps, loss_fn=odd_models.mean_loss)
+
+    kept, again = odd("compile", "none"), odd("compile", "all")
     assert graphs() == 1
-    assert_close(found, plain_run(make(), steps), start_of(make()))
+    assert_same_bits(kept, again)
+    eager = odd("eager", "all")
+    assert_close(kept, eager, start_of(odd_models.Odd(Dropping)))
+    assert abs(eager.losses[0] - odd("eager", "all", training=False).losses[0]) > 1e-3, "nothing was dropped"
 
 
 def packed(length: int) -> dict[str, Tensor]:
