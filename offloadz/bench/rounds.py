@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from statistics import median
 
-from offloadz.plan.predict import FEW_TOKENS, MANY_TOKENS, PART_BYTES
+from offloadz.plan.predict import DEVICE_TOKENS, FEW_TOKENS, MANY_TOKENS, PART_BYTES
 from offloadz.plan.spec import PIECE_BYTES
 
 SPIN_S = 0.02
@@ -35,7 +35,7 @@ class Sizes:
     hidden: int = 1024
     inner: int = 2816
     """Tokens that a block of this width computes, and rows of its products."""
-    on_device: tuple[int, int, int] = (4096, 4096, 11008)
+    on_device: tuple[int, int, int] = (DEVICE_TOKENS, 4096, 11008)
     """Tokens, width and inner width of a block on a device of its own, which smaller ones do not fill."""
     product_s: float = 0.5
     """Most seconds of a round of products: where they are slower, fewer rows are taken."""

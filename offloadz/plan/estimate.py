@@ -31,10 +31,9 @@ def estimate(spec: ModelSpec, placement: Placement, batch: Batch, machine: Machi
 
 def _estimate(spec: ModelSpec, placement: Placement, batch: Batch, machine: Machine) -> Prediction:
     seats, count, numbers = len(spec.unfolding_seats), equal_blocks(spec)[1], walked(spec)
-    if 0 < placement.kept < seats and count > numbers[1]:  # a block that keeps its graph is not like one that does not
-        none, each = (estimate(spec, replace(placement, kept=kept), batch, machine) for kept in (0, seats))
-        return _beyond(none, each, placement.kept / seats)
-    few, *more = [predict(some, placement, batch, machine) for some in shorter(spec)]
+    some = 0 < placement.kept < seats and count > numbers[1]  # then blocks are not alike: each as their mean
+    spared, alike = placement.kept / seats if some else 0.0, replace(placement, kept=0) if some else placement
+    few, *more = [predict(part, alike, batch, machine, spared) for part in shorter(spec)]
     return _beyond(few, more[0], (count - numbers[0]) / (numbers[1] - numbers[0])) if more else few
 
 
@@ -47,11 +46,12 @@ def _beyond(few: Prediction, more: Prediction, far: float) -> Prediction:
     def each(low: Mapping[str, float], high: Mapping[str, float]) -> dict[str, float]:
         return {name: grown(low.get(name, 0.0), high[name]) for name in high}
 
+    shared_s = each(few.shared_s, more.shared_s)
     return replace(
         more,
-        step_s=grown(few.step_s, more.step_s),
+        step_s=max(grown(few.step_s, more.step_s), *shared_s.values(), 0.0),
         busy_s=each(few.busy_s, more.busy_s),
-        shared_s=each(few.shared_s, more.shared_s),
+        shared_s=shared_s,
         taken_s=each(few.taken_s, more.taken_s),
         disk_read_bytes=round(grown(few.disk_read_bytes, more.disk_read_bytes)),
         disk_written_bytes=round(grown(few.disk_written_bytes, more.disk_written_bytes)),

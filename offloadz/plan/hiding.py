@@ -104,16 +104,15 @@ class _Step:
 
 
 class _Merged(Costs):
-    """Costs of ops that stand for those of all micro-batches of a sweep; `kept`: share of blocks that keep graphs."""
+    """Costs of ops that stand for those of all micro-batches of a sweep."""
 
-    def __init__(self, spec: ModelSpec, placement: Placement, batch: Batch, machine: Machine, kept: float) -> None:
-        super().__init__(spec, placement, batch, machine)
-        self.each = Costs(spec, placement, batch, machine)
-        self.many, self.kept = batch.rows_per_sweep / min(batch.micro_rows, batch.rows_per_sweep), kept
+    def __init__(self, spec: ModelSpec, placement: Placement, batch: Batch, machine: Machine, spared: float) -> None:
+        super().__init__(spec, placement, batch, machine, spared)
+        self.each = Costs(spec, placement, batch, machine, spared)
+        self.many = batch.rows_per_sweep / min(batch.micro_rows, batch.rows_per_sweep)
 
     def __call__(self, op: Op) -> float:
-        spared = self.kept / 3 if op.verb == "backward" and op.unit >= 0 else 0.0  # a forward, of three products
-        return self.each(op) * self.times(op) * (1 - spared)
+        return self.each(op) * self.times(op)
 
     def nbytes(self, op: Op) -> int:
         return round(self.each.nbytes(op) * self.times(op))

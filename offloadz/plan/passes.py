@@ -1,7 +1,7 @@
 """Four short passes that make a sequential program fast: slots, hoist, edges, checks.
 
 `place` gives every value that is not at home a slot, as a register allocator would; with two slots a pool is a double
-buffer, and nothing else in the project knows of prefetching.  `hoist` moves each op to just after the last computation
+buffer, and nothing else in the project knows of prefetching.  `hoisted` puts each op just after the last computation
 it has to wait for, never past an earlier op of its own lane.  `link` turns shared places into edges.  `check` refuses a
 program in which an edge points forward.
 
@@ -10,6 +10,8 @@ on the drive before the weights of the third block, and the forward would wait f
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from offloadz.plan.errors import DoesNotFit
 from offloadz.plan.ops import Program
@@ -21,7 +23,8 @@ SLOT_KINDS = "wpsghx"
 def compiled(program: Program, placement: Placement) -> Program:
     """All passes in order."""
     placed = place(program, placement)
-    linked = link(hoist(placed))
+    waits = hazards(placed)
+    linked = link(placed, waits, hoisted(placed, waits))
     check(linked)
     return linked
 
@@ -82,27 +85,29 @@ def last_uses(program: Program, placement: Placement) -> dict[tuple[int, str], i
     return last
 
 
-def hoist(program: Program) -> Program:
-    """Each op right after the last `device` op that it (or an earlier op of its lane) has to wait for."""
+def hoisted(program: Program, waits: Sequence[set[int]]) -> list[int]:
+    """The order in which each op is right after the last `device` op that it (or an earlier op of its lane) has to wait
+    for; whatever an op waits for stays before it."""
     level: list[int] = []
     lanes: dict[str, int] = {}
-    for index, (op, waits) in enumerate(zip(program.ops, hazards(program), strict=True)):
-        own = max((level[w] for w in waits), default=-1)
+    for index, op in enumerate(program.ops):
+        own = max((level[w] for w in waits[index]), default=-1)
         own = index if op.lane == "device" else max(own, lanes.get(op.lane, -1))
         lanes[op.lane] = own
         level.append(own)
-    order = sorted(range(len(level)), key=lambda i: (level[i], program.ops[i].lane != "device", i))
-    return Program(tuple(program.ops[i] for i in order), program.slots)
+    return sorted(range(len(level)), key=lambda i: (level[i], program.ops[i].lane != "device", i))
 
 
-def link(program: Program) -> Program:
-    """Hazards as edges (`after`), and the places that this program is the first to touch (`enters`)."""
+def link(program: Program, waits: Sequence[set[int]], order: Sequence[int]) -> Program:
+    """The ops in this order, with hazards as edges (`after`), and places that each is the first to touch (`enters`)."""
+    number = {index: new for new, index in enumerate(order)}
     seen: set[str] = set()
     ops = []
-    for op, waits in zip(program.ops, hazards(program), strict=True):
+    for index in order:
+        op = program.ops[index]
         enters = tuple(dict.fromkeys(p for p in (*op.reads, *op.writes) if p not in seen))
         seen.update(enters)
-        ops.append(op.linked(tuple(sorted(waits)), enters))
+        ops.append(op.linked(tuple(sorted(number[w] for w in waits[index])), enters))
     return Program(tuple(ops), program.slots)
 
 

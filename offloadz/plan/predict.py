@@ -26,7 +26,11 @@ from offloadz.plan.timeline import Timeline, from_virtual
 from offloadz.plan.walk import simulate
 
 MANY_TOKENS, FEW_TOKENS = 1024, 128
-"""Tokens for which rates of computation are told, and those of their `_few`: weights have to be read for any number."""
+"""Tokens for which rates of a CPU's computation are told, and those of their `_few`: weights have to be read for any
+number."""
+
+DEVICE_TOKENS = 4096
+"""Tokens for which rates of a GPU's computation are told; more are no faster, neither there nor on a CPU."""
 
 PART_BYTES = 2 * PART_ELEMENTS
 """Length of the extents that rates ending in `_parts` are of."""
@@ -96,10 +100,16 @@ def step_program(spec: ModelSpec, placement: Placement, batch: Batch) -> Program
 
 
 class Costs:
-    """Seconds of an op on its lane."""
+    """Seconds of an op on its lane.
 
-    def __init__(self, spec: ModelSpec, placement: Placement, batch: Batch, machine: Machine) -> None:
-        self.spec, self.placement, self.batch = spec, placement, batch
+    `spared`: share of the blocks that keep their graph where the program has none that does; each backward then counts
+    as shorter by that share of a forward, each saved input as smaller.
+    """
+
+    def __init__(
+        self, spec: ModelSpec, placement: Placement, batch: Batch, machine: Machine, spared: float = 0.0
+    ) -> None:
+        self.spec, self.placement, self.batch, self.spared = spec, placement, batch, spared
         net = NET_RATE if placement.unified else machine.rates["h2d"]  # no machine file tells it
         self.rates = {"net": net, **machine.rates}
         self.cores = machine.cores
@@ -109,9 +119,20 @@ class Costs:
         self.update_s = moved / known / rate
         self.fast = self.rates.get("bandwidth", self.rates["memory"])
         """Bytes/s of the memory that the device computes from."""
+        self.token_s, self.pass_s = self._flop_s()
         self.widening = 1 + (ITEM_BYTES[placement.compute] / ITEM_BYTES[placement.storage] if placement.widens else 1)
-        self.token_s, self.pass_s = _flop_s(self.rates["device"], self.rates.get("device_few"))
+        self.inside = inside(placement)
         self.start_s = {lane: _start_s(self.rates, lane) for lane in ("disk_read", "disk_write")}
+
+    def _flop_s(self) -> tuple[float, float]:
+        """Seconds of an operation for each token and, whatever their number, once for each use of a weight: as few
+        tokens were measured, else as long as it takes to read the weight."""
+        rate, few = self.rates["device"], self.rates.get("device_few")
+        tokens = MANY_TOKENS if self.placement.unified else DEVICE_TOKENS
+        read_s = ITEM_BYTES[self.placement.compute] / 2 / self.fast  # for the two operations of a product
+        pass_s = read_s if few is None else (1 / few - 1 / rate) / (1 / FEW_TOKENS - 1 / MANY_TOKENS)
+        pass_s = min(max(pass_s, 0.0), tokens / rate)
+        return 1 / rate - pass_s / tokens, pass_s
 
     def __call__(self, op: Op) -> float:
         if op.lane == "device":
@@ -120,16 +141,17 @@ class Costs:
             return 2 * op.nbytes / self.rates["memory"]
         if op.lane == "cpu":
             return op.nbytes * self.update_s
-        if op.verb == "zero.g" and not self.placement.unified:
-            return op.nbytes / self.fast  # nothing comes over the bus
+        if op.verb in self.inside:
+            return op.nbytes / self.fast
         if op.lane in self.start_s:  # a transfer for each extent
-            extents = max(len(op.reads), len(op.writes)) * self.spec.units[op.unit].coarse
+            coarse = 1 if op.verb.endswith(".x") else self.spec.units[op.unit].coarse  # parts taken together
+            extents = max(len(op.reads), len(op.writes)) * coarse
             return self.nbytes(op) / self.rates[op.lane] + extents * self.start_s[op.lane]
         return self.nbytes(op) * (self.widening / 2 if op.verb == "fetch.w" else 1.0) / self.rates[op.lane]
 
     def nbytes(self, op: Op) -> int:
         """Bytes an op of a transfer lane moves; saved inputs have the size of a micro-batch."""
-        return self.saved_bytes if op.verb.endswith(".x") else op.nbytes
+        return round(self.saved_bytes * (1 - self.spared)) if op.verb.endswith(".x") else op.nbytes
 
     def written_bytes(self, op: Op) -> int:
         """Bytes an op of the lane that writes puts on the drive, in whole pages, as the disk tier does.
@@ -156,17 +178,18 @@ class Costs:
         kind = self.spec.seats[op.seat].kind
         elements = 0 if kind == "module" else op.nbytes
         attention = self.batch.length * self.spec.hidden_size * 2 if kind == "block" else 0
-        passes = 1 if op.verb == "forward" else (3 if self.spec.units[op.unit].trainable else 2)
-        passes -= op.verb == "backward" and any(place.startswith("k") for place in op.reads)
-        return 2.0 * passes * (elements + attention) * (tokens * self.token_s + self.pass_s)
+        passes = 1.0 if op.verb == "forward" else (3.0 if self.spec.units[op.unit].trainable else 2.0)
+        if op.verb == "backward":
+            passes -= 1.0 if any(place.startswith("k") for place in op.reads) else self.spared
+        uses = max(1.0, tokens / DEVICE_TOKENS)
+        return 2.0 * passes * (elements + attention) * (tokens * self.token_s + uses * self.pass_s)
 
 
-def _flop_s(rate: float, few: float | None) -> tuple[float, float]:
-    """Seconds of an operation for each token and, whatever their number, once for each use of a weight."""
-    if few is None or few >= rate:
-        return 1 / rate, 0.0
-    pass_s = (1 / few - 1 / rate) / (1 / FEW_TOKENS - 1 / MANY_TOKENS)
-    return 1 / rate - pass_s / MANY_TOKENS, pass_s
+def inside(placement: Placement) -> frozenset[str]:
+    """Verbs of transfers that stay in the memory of a device of its own: nothing passes the bus, nor host memory."""
+    weights = ("fetch.w",) if placement.parameters == "device" else ()
+    gradients = ("drain.g", "save.g", "seed.g") if placement.gradients == "device" else ()
+    return frozenset(() if placement.unified else ("zero.g", *weights, *gradients))
 
 
 def _start_s(rates: Mapping[str, float], lane: str) -> float:
@@ -175,9 +198,12 @@ def _start_s(rates: Mapping[str, float], lane: str) -> float:
     return max(0.0, PART_BYTES / short - PART_BYTES / rates[lane])
 
 
-def predict(spec: ModelSpec, placement: Placement, batch: Batch, machine: Machine) -> Prediction:
-    """Simulate a step, from idle lanes to idle lanes: only then is it decided, and the next one begun."""
-    program, costs = step_program(spec, placement, batch), Costs(spec, placement, batch, machine)
+def predict(spec: ModelSpec, placement: Placement, batch: Batch, machine: Machine, spared: float = 0.0) -> Prediction:
+    """Simulate a step, from idle lanes to idle lanes: only then is it decided, and the next one begun.
+
+    `spared`: see `Costs`.
+    """
+    program, costs = step_program(spec, placement, batch), Costs(spec, placement, batch, machine, spared)
     lanes, shared, step_s = simulated(program, costs)
     taken = dict.fromkeys(LANES, 0.0)
     taken |= {name: sum(end - start for _, start, end in lane.spans) for name, lane in lanes.items()}

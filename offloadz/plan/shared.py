@@ -54,7 +54,7 @@ class Sharing:
         if lane == "cpu":
             moved = costs.spec.recipe.moved_bytes(costs.placement.storage)
             return {"cores": float(costs.cores), "memory": moved / costs.update_s}
-        passes = _passes(lane, verb, costs.placement.unified)
+        passes = _passes(lane, verb, costs)
         return {
             "cores": min(1.0, rates[lane] / SUMMED) if lane.startswith("disk") else 1.0,
             "memory": passes * rates[lane],
@@ -98,13 +98,13 @@ def shared_s(program: Program, costs: Costs) -> dict[str, float]:
     return found
 
 
-def _passes(lane: str, verb: str, unified: bool) -> float:
+def _passes(lane: str, verb: str, costs: Costs) -> float:
     """Times a byte that a lane of transfers moves passes host memory."""
     if lane.startswith("disk"):
         return float(DISK_PASSES)
     if lane == "net":
-        return float(NET_PASSES * unified)
-    return 2.0 if unified else float(verb != "zero.g")
+        return float(NET_PASSES * costs.placement.unified)
+    return 2.0 if costs.placement.unified else float(verb not in costs.inside)
 
 
 def _memory_bytes(op: Op, costs: Costs) -> float:
@@ -115,4 +115,4 @@ def _memory_bytes(op: Op, costs: Costs) -> float:
         return op.nbytes * 2.0
     if op.lane == "cpu":
         return op.nbytes * costs.spec.recipe.moved_bytes(costs.placement.storage)
-    return costs.nbytes(op) * _passes(op.lane, op.verb, costs.placement.unified)
+    return costs.nbytes(op) * _passes(op.lane, op.verb, costs)

@@ -17,7 +17,7 @@ FEW_PARTS, WALKED_SMALL, WALKED_LARGE = 16, (6, 10), (2, 4)
 """Blocks that are walked in place of more, of less than so many parts and of as many: a multiple of two apart, as slots
 take turns, and enough that the lanes have come to their pace."""
 
-WALKED_PARTS = 48
+WALKED_PARTS = 24
 """Most parts of a unit that are walked (a block of 70B has 204)."""
 
 WALKED_TILES = 4

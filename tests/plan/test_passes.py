@@ -16,7 +16,7 @@ from programs import Meaning, identity, meaning, small_spec, step_program, train
 
 from offloadz.plan.errors import DoesNotFit
 from offloadz.plan.ops import LANES, Op, Program
-from offloadz.plan.passes import check, compiled, hazards, hoist, link, place, pool_of
+from offloadz.plan.passes import check, compiled, hazards, hoisted, link, place, pool_of
 from offloadz.plan.placement import TIERS, Placement
 from offloadz.plan.spec import ModelSpec
 from offloadz.plan.steps import Backward, Finish, Forward, Turn, build
@@ -144,10 +144,11 @@ def test_the_slot_that_has_been_free_longest_is_given() -> None:
 def test_the_hoist_keeps_every_lane_in_order(spec: ModelSpec, placement: Placement, micros: int, sweeps: int) -> None:
     program, placement = prepared(spec, placement, micros, sweeps)
     placed = place(program, placement)
-    moved = hoist(placed)
-    assert sorted(map(hash, moved.ops)) == sorted(map(hash, placed.ops))
+    order = hoisted(placed, hazards(placed))
+    assert sorted(order) == list(range(len(placed.ops)))
     for lane in LANES:
-        assert [op for op in moved.ops if op.lane == lane] == [op for op in placed.ops if op.lane == lane]
+        of_lane = [index for index in order if placed.ops[index].lane == lane]
+        assert of_lane == sorted(of_lane)
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3])
@@ -200,7 +201,10 @@ def test_a_reader_waits_for_the_writer_and_a_writer_for_the_readers() -> None:
         Op("h2d", "fetch.w", "forward", ("host.w#0",), ("compute.w#0",)),
         Op("disk_read", "load.w", "forward", ("w1.0@disk",), ("host.w#0",)),
     )
-    assert [op.after for op in link(Program(ops)).ops] == [(), (0,), (0,), (0, 1, 2)]
+    waits = hazards(Program(ops))
+    assert [op.after for op in link(Program(ops), waits, range(4)).ops] == [(), (0,), (0,), (0, 1, 2)]
+    moved = link(Program(ops), waits, [0, 2, 1, 3]).ops
+    assert [(op.lane, op.after) for op in moved][1:] == [("h2d", (0,)), ("device", (0,)), ("disk_read", (0, 1, 2))]
 
 
 def test_an_edge_that_points_forward_is_refused() -> None:
