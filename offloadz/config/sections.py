@@ -89,7 +89,9 @@ class TrainConfig:
     steps: int = _key(0, "int", "optimizer steps; 0: use epochs", low=0)
     epochs: float = _key(1.0, "float", "passes over the data", above=0)
     batch_size: int = _key(32, "int", "rows per optimizer step over all ranks", low=1)
-    micro_batch_size: int = _key(0, "int", "rows at a time; 0: the plan decides", low=0)
+    micro_batch_size: int = _key(
+        0, "int", "rows at a time; 0: the plan decides, and a run that goes on keeps it", low=0
+    )
     seed: int = _key(0, "int", "order of rows, dropout, random weights", low=0)
     log_every: int = _key(1, "int", "steps between log lines", low=1, free=True)
     eval_every: int = _key(0, "int", "steps between evaluations; 0: never in between", low=0)
@@ -158,7 +160,9 @@ class OffloadConfig:
         "auto", "text", "blocks run again in the backward; auto: those without room for graphs, or inputs on disk",
         choices=("auto", "all", "none"), free=True,
     )  # fmt: skip
-    sweeps: int = _key(0, "int", "passes over the blocks per step; 0: the plan decides", low=0)
+    sweeps: int = _key(
+        0, "int", "passes over the blocks per step; 0: the plan decides, and a run that goes on keeps it", low=0
+    )
     commit: str = _key(
         "auto", "text", "when updates become final", choices=("auto", "hold", "shadow", "in_place"), free=True
     )

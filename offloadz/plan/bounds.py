@@ -8,19 +8,23 @@ ahead a little at the turn from forward to backward, so both together count as a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from math import inf
 
 from offloadz.plan.alike import once, seats_alike, unit_kinds
 from offloadz.plan.footprint import Batch, num_saved, saved_bytes
 from offloadz.plan.machine import Machine
 from offloadz.plan.ops import Op
 from offloadz.plan.placement import Placement
-from offloadz.plan.predict import Costs
+from offloadz.plan.predict import Costs, inside
 from offloadz.plan.shared import DISK_PASSES
 from offloadz.plan.spec import ModelSpec
 
 APART = 0.95
 """Share of forward and backward that certainly follow each other."""
+
+SUM_BYTES = 4
+"""Of an element of a gradient to which more is added."""
 
 Work = Counter[str]
 """Bytes by lane, and parameters of "cpu"."""
@@ -28,20 +32,46 @@ Work = Counter[str]
 
 def least_s(spec: ModelSpec, placement: Placement, batch: Batch, machine: Machine) -> float:
     """Seconds that no step is shorter than."""
-    costs = Costs(spec, placement, batch, machine)
-    works = work_of(spec, placement, batch)
-    phases = [_seconds(work, costs) for work in works]
-    for phase, verb in zip(phases, ("forward", "backward"), strict=True):
-        phase["device"] = _device_s(spec, placement, batch, costs, verb)
-    both = {lane: phases[0][lane] + phases[1][lane] for lane in phases[0]}
-    shared = [both["device"] + both["cpu"]] if placement.unified else []
-    drive_bytes = sum(work["disk_read"] + work["disk_write"] for work in works)
+    costs, works = Costs(spec, placement, batch, machine), work_of(spec, placement, batch)
+    phases = []
+    for work, verb in zip(works, ("forward", "backward"), strict=True):
+        alone = _seconds(work, costs) | {"device": _device_s(spec, placement, batch, costs, verb)}
+        cores = {"cores": alone["device"] + alone["cpu"]} if placement.unified else {}
+        phases.append(alone | cores | {"memory": _memory_bytes(work, costs) / _most_memory(costs)})
+    together: list[float] = [sum(each) for each in zip(*(phase.values() for phase in phases), strict=True)]
+    return max(APART * sum(max(phase.values()) for phase in phases), *together, *_shared(works[0] + works[1], costs))
+
+
+def _shared(work: Work, costs: Costs) -> Iterator[float]:
+    """Seconds of drive and host memory for all that passes them, as far as it is known what they give to several."""
     if "disk_both" in costs.rates:
-        shared.append(drive_bytes / costs.rates["disk_both"])
+        yield (work["disk_read"] + work["disk_write"]) / costs.rates["disk_both"]
     if "memory_shared" in costs.rates:
-        updated_bytes = sum(work["cpu"] for work in works) * spec.recipe.moved_bytes(placement.storage)
-        shared.append((drive_bytes * DISK_PASSES + updated_bytes) / costs.rates["memory_shared"])
-    return max(APART * sum(max(phase.values()) for phase in phases), *both.values(), *shared)
+        yield _memory_bytes(work, costs) / costs.rates["memory_shared"]
+
+
+def _memory_bytes(work: Work, costs: Costs) -> float:
+    """Bytes that work reads and writes in host memory."""
+    updated_bytes = work["cpu"] * costs.spec.recipe.moved_bytes(costs.placement.storage)
+    copied_bytes = (work["h2d"] + work["d2h"]) * (2 if costs.placement.unified else 1)
+    return (work["disk_read"] + work["disk_write"]) * DISK_PASSES + updated_bytes + copied_bytes
+
+
+def _most_memory(costs: Costs) -> float:
+    """Bytes/s of host memory that are never passed for a while: one lane alone may have more than several together."""
+    rates, passes = costs.rates, 2 if costs.placement.unified else 1
+    if "memory_shared" not in rates:
+        return inf
+    moved = costs.spec.recipe.moved_bytes(costs.placement.storage)
+    alone = (moved / costs.update_s, passes * rates["h2d"], passes * rates["d2h"])
+    drive = (DISK_PASSES * rates["disk_read"], DISK_PASSES * rates["disk_write"])
+    return max(rates["memory_shared"], *alone, *drive)
+
+
+def computed_s(spec: ModelSpec, placement: Placement, batch: Batch, machine: Machine) -> float:
+    """Seconds of the computation of a step."""
+    costs = Costs(spec, placement, batch, machine)
+    return sum(_device_s(spec, placement, batch, costs, verb) for verb in ("forward", "backward"))
 
 
 def written_bytes(spec: ModelSpec, placement: Placement, batch: Batch) -> int:
@@ -58,14 +88,18 @@ def work_of(spec: ModelSpec, placement: Placement, batch: Batch) -> tuple[Work, 
     update["cpu"] += trained
     update["disk_read"] += disk["optimizer"] * state
     update["disk_write"] += disk["optimizer"] * state + disk["parameters"] * weights
-    if placement.commit != "in_place":
-        backward["disk_write"] += disk["gradients"] * gradients
+    sums = (batch.sweeps - 1) * trained * SUM_BYTES
+    backward["disk_read"] += disk["gradients"] * sums
+    backward["disk_write"] += disk["gradients"] * (sums + (placement.commit != "in_place") * gradients)
     if placement.commit == "hold":
         forward["disk_read"] += disk["gradients"] * gradients
-    for phase, seats in ((forward, range(len(spec.seats))), (backward, spec.unfolding_seats)):
-        fetched = batch.sweeps * _fetched(spec, seats)
+    passing = inside(placement)
+    backward["h2d"] += ("seed.g" not in passing) * sums
+    backward["d2h"] += ("drain.g" not in passing) * (sums + gradients)
+    for phase, once_bytes in zip((forward, backward), _fetched(spec), strict=True):
+        fetched = batch.sweeps * once_bytes
         phase["disk_read"] += disk["parameters"] * fetched
-        phase["h2d"] += (placement.parameters != "device") * (not placement.unified) * fetched
+        phase["h2d"] += ("compute" in placement.weight_route and "fetch.w" not in passing) * fetched
     saved = num_saved(spec, placement.kept) * batch.num_micros * batch.sweeps * saved_bytes(spec, placement, batch)
     forward["disk_write"] += (placement.activations == "disk") * saved
     backward["disk_read"] += (placement.activations == "disk") * saved
@@ -86,19 +120,34 @@ def _sizes(spec: ModelSpec) -> tuple[int, int, int, int]:
     return found[0], found[1], found[2], found[3]
 
 
-def _fetched(spec: ModelSpec, seats: Iterable[int]) -> int:
-    """Bytes of weights that are brought to compute with, once; rows of a table are looked up at home."""
-    alike = ((spec.seats[seat], count) for seat, count in seats_alike(spec, seats))
-    return sum(count * spec.units[u].weight_bytes for seat, count in alike if seat.kind != "table" for u in seat.units)
+@once
+def _fetched(spec: ModelSpec) -> tuple[int, int]:
+    """Bytes of weights that a forward and a backward bring to compute with; rows of a table are looked up at home."""
+
+    def fetched(seats: Iterable[int]) -> int:
+        alike = (
+            (spec.seats[seat], count) for seat, count in seats_alike(spec, seats) if spec.seats[seat].kind != "table"
+        )
+        return sum(count * spec.units[u].weight_bytes for seat, count in alike for u in seat.units)
+
+    return fetched(range(len(spec.seats))), fetched(spec.unfolding_seats)
 
 
 def _seconds(work: Work, costs: Costs) -> dict[str, float]:
-    lanes = ("disk_read", "disk_write", "h2d")
+    lanes = ("disk_read", "disk_write", "h2d", "d2h")
     return {lane: work[lane] / costs.rates[lane] for lane in lanes} | {"cpu": work["cpu"] * costs.update_s}
 
 
 def _device_s(spec: ModelSpec, placement: Placement, batch: Batch, costs: Costs, verb: str) -> float:
     """Seconds of the computation itself."""
+    key = ("device_s", verb, placement.kept, placement.unified, batch, costs.token_s, costs.pass_s, costs.fast)
+    if key not in spec.memo:
+        spec.memo[key] = _computed_s(spec, placement, batch, costs, verb)
+    found: float = spec.memo[key]
+    return found
+
+
+def _computed_s(spec: ModelSpec, placement: Placement, batch: Batch, costs: Costs, verb: str) -> float:
     seats = range(len(spec.seats)) if verb == "forward" else spec.unfolding_seats
     keeping = spec.keeping_seats(placement.kept) if verb == "backward" else frozenset()
     total = 0.0

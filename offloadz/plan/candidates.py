@@ -1,26 +1,27 @@
 """What a plan may choose from, and whether it fits: placements, slots, copies, kept graphs, the cut of a batch.
 
-Everything stays in memory while it fits in nine tenths of what is available; then optimizer state goes to disk, then
-gradients, parameters, and saved inputs, in the order of bytes won per byte that moves in a step: the *ladder*.  Its
-first rung that fits also fixes how the batch is cut, since that changes the order of sums and with it bits.  What a
-user fixed stays as it is.  Left to others: which of all that fit is the fastest (`fastest.py`).  The trade-off: on a
-CPU a batch is cut finer for a rung that barely fits, and is then not cut again for those that have room.
+Everything stays in memory while it fits in nine tenths of what is available; then, on a GPU, what fits beside the
+computation stays there; then optimizer state goes to disk, then gradients, parameters, and saved inputs, in the order
+of bytes won per byte that moves in a step: the *ladder*.  Its first rung that fits also cuts the batch by a rule, from
+which `cuts` differ.  What a user fixed stays as it is.  Left to others: which of all that fit is the fastest
+(`fastest.py`).  The trade-off: state never stays on a GPU by itself, since the processor updates it, and kinds are
+placed whole: half the weights on a GPU is no plan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain, combinations
+from itertools import chain, product
 from typing import TYPE_CHECKING, Any
 
 from offloadz.plan.change import TO_DISK
 from offloadz.plan.copies import copy_choices, linked
 from offloadz.plan.footprint import Batch, Footprint, computation, footprint
-from offloadz.plan.kept import may_keep, most_kept
+from offloadz.plan.kept import kept_bytes, may_keep, most_kept
 from offloadz.plan.machine import Machine
-from offloadz.plan.placement import KINDS, Placement
+from offloadz.plan.placement import KINDS, Placement, home_bytes
 from offloadz.plan.spec import ModelSpec
 from offloadz.plan.words import human
 
@@ -33,8 +34,14 @@ MEMORY_SHARE = 0.9
 MICRO_TOKENS = 4096
 """Tokens of a micro-batch beyond which a CPU's products get no faster, so that more would only cost memory."""
 
+TO_DEVICE = ("activations", "gradients", "parameters")
+"""What may stay on a GPU, in the order in which it is tried where memory is short."""
+
 WORKING_SHARE = 0.25
-"""Most of the limit that a micro-batch's computation may take where the plan chooses its size."""
+"""Most of the limit that the computation of a micro-batch may take that is cut by the rule."""
+
+MOST_MICROS = 64
+"""Micro-batches of a step beyond which no other cut is looked at."""
 
 
 @dataclass(frozen=True)
@@ -113,19 +120,41 @@ class Space:
         assert closest is not None  # the first rung of the ladder is always there
         return closest[2], closest[1]
 
-    def others(self, batch: Batch) -> Iterator[Candidate]:
-        """Every placement of what is left to the plan, in the most slots and copies that fit; little on disk first."""
-        free = [kind for kind in TO_DISK if self.wishes.swap and getattr(self.wishes, kind) == "auto"]
-        for kinds in chain.from_iterable(combinations(free, n) for n in range(len(free) + 1)):
+    def others(self, batch: Batch, hopeful: Callable[[Placement], bool] = lambda place: True) -> Iterator[Candidate]:
+        """Every `hopeful` placement of what is left to the plan, in the most slots and copies that fit; little on disk
+        first, then little on the device."""
+        for tiers in self._tiers:
             for slots in self._slot_choices:
-                place = replace(self._placed(kinds), slots=slots, accumulate=batch.sweeps > 1)
-                if fitting := self._fitting(place, batch):
+                place = replace(self._placed(tiers), slots=slots, accumulate=batch.sweeps > 1)
+                if hopeful(place) and (fitting := self._fitting(place, batch)):
                     yield fitting
                     break
 
+    def cuts(self, usual: Batch) -> Iterator[Batch]:
+        """How else a batch may be cut, as far as that is left to the plan: in sweeps and micro-batches of halves."""
+        wishes, rows = self.wishes, usual.rows
+        for sweeps in [wishes.sweeps] if wishes.sweeps else _halves(rows):
+            each = -(-rows // sweeps)
+            for parts in [-(-each // min(wishes.micro_batch_size, each))] if wishes.micro_batch_size else _halves(each):
+                cut = replace(usual, sweeps=sweeps, micro_rows=min(wishes.micro_batch_size or each, -(-each // parts)))
+                if cut != usual and cut.num_micros * sweeps <= MOST_MICROS:
+                    yield cut
+
+    def most_graphs(self, batch: Batch) -> int:
+        """Seats whose graphs fit if nothing else is there: no placement keeps more."""
+        place, limit = self._placed({}), self.limits["host" if self.machine.unified else "device"] or 0
+        if self.wishes.recompute != "auto":
+            return place.kept
+        return most_kept(self.spec, lambda count: kept_bytes(self.spec, replace(place, kept=count), batch) <= limit)
+
+    @property
+    def goes_over(self) -> bool:
+        """Whether a run may come to shadow by itself."""
+        return self.wishes.commit == "auto" and self.wishes.clipping
+
     def beside(self, held: Candidate) -> Candidate | None:
         """The same placement with shadow, as far as a run may come to it by itself; None where it does not fit."""
-        if self.wishes.commit != "auto" or not self.wishes.clipping:
+        if not self.goes_over:
             return None
         place = replace(held.placement, commit="shadow")
         found = self._fitting(replace(place, copies=self._copy_choices(place)[0]), held.batch)
@@ -151,27 +180,51 @@ class Space:
     def _slot_choices(self) -> list[int]:
         return [self.wishes.slots] if self.wishes.slots else [2, 1]
 
+    @cached_property
+    def _free(self) -> tuple[str, ...]:
+        """What may go to disk."""
+        return tuple(kind for kind in TO_DISK if self.wishes.swap and getattr(self.wishes, kind) == "auto")
+
+    @cached_property
+    def _residents(self) -> tuple[str, ...]:
+        """What may stay on a GPU: no kind of which it cannot hold all."""
+        if self.machine.unified:
+            return ()
+        there = home_bytes(self.spec, replace(self._placed({}), parameters="device", gradients="device"))["device"]
+        free = (kind for kind in TO_DEVICE if getattr(self.wishes, kind) == "auto")
+        return tuple(kind for kind in free if there.get(kind, 0) <= (self.limits["device"] or 0))
+
+    @cached_property
+    def _tiers(self) -> list[dict[str, str]]:
+        """Where what is left to the plan may be if not in memory; little on disk first, then little on the device."""
+        each = [("", *["device"] * (kind in self._residents), *["disk"] * (kind in self._free)) for kind in TO_DISK]
+        found = [{kind: tier for kind, tier in zip(TO_DISK, tiers, strict=True) if tier} for tiers in product(*each)]
+        rank = {kind: number for number, kind in enumerate(TO_DISK)}
+        return sorted(found, key=lambda some: ([*some.values()].count("disk"), len(some), [rank[k] for k in some]))
+
     def _rungs(self) -> Iterator[Candidate]:
         """From everything in memory to everything on disk; when all is there, fewer slots and more sweeps."""
         wishes, choices = self.wishes, self._slot_choices
-        free = [kind for kind in TO_DISK if wishes.swap and getattr(wishes, kind) == "auto"]
-        ladder = [self._placed(tuple(free[:count])) for count in range(len(free) + 1)]
-        for slots in choices:
-            for placement in ladder if slots == choices[0] else ladder[-1:]:
-                yield self._sized(replace(placement, slots=slots), wishes.sweeps or 1)
+        there = [dict.fromkeys(self._residents[:count], "device") for count in range(len(self._residents) + 1)]
+        down = [dict.fromkeys(self._free[:count], "disk") for count in range(1, len(self._free) + 1)]
+        for tiers in (*there, *down):
+            yield self._sized(replace(self._placed(tiers), slots=choices[0]), wishes.sweeps or 1)
+        last = self._placed(dict.fromkeys(self._free, "disk"))
+        for slots in choices[1:]:
+            yield self._sized(replace(last, slots=slots), wishes.sweeps or 1)
         sweeps = 2
         while not wishes.sweeps and sweeps * max(1, wishes.micro_batch_size) <= wishes.batch_size:
-            yield self._sized(replace(ladder[-1], slots=choices[-1], accumulate=True), sweeps)
+            yield self._sized(replace(last, slots=choices[-1], accumulate=True), sweeps)
             sweeps *= 2
 
-    def _placed(self, to_disk: tuple[str, ...]) -> Placement:
-        """With these kinds on disk; on a CPU saved inputs that stay in memory are kept as they are."""
+    def _placed(self, tiers: Mapping[str, str]) -> Placement:
+        """With these kinds where it says; on a CPU saved inputs that stay in memory are kept as they are."""
         wishes, unified = self.wishes, self.machine.unified
         memory = dict.fromkeys(KINDS, "host") | {"activations": "device" if unified else "host"}
-        asked = {kind: getattr(wishes, kind) for kind in KINDS}
-        tiers: dict[str, Any] = {kind: memory[kind] if asked[kind] == "auto" else asked[kind] for kind in KINDS}
+        asked = {kind: tier for kind in KINDS if (tier := getattr(wishes, kind)) != "auto"}
+        placed: dict[str, Any] = {**memory, **asked, **tiers}
         placement = Placement(
-            **(tiers | dict.fromkeys(to_disk, "disk")),
+            **placed,
             unified=unified, compute=wishes.compute, storage=self.spec.dtype, share=self.spec.share,
             accumulate=wishes.sweeps > 1, commit="hold" if wishes.commit == "auto" else wishes.commit,
             kept=len(self.spec.unfolding_seats) if wishes.recompute == "none" else 0,
@@ -204,6 +257,11 @@ class Space:
         if sum(computation(self.spec, placement, batch).values()) > WORKING_SHARE * limit:
             return False
         return self.candidate(placement, batch).footprint.peak[tier] <= limit
+
+
+def _halves(rows: int) -> list[int]:
+    """1, 2, 4 and so on, up to `rows`."""
+    return [1 << power for power in range(rows.bit_length())]
 
 
 def _most(total_bytes: int, told_bytes: int | None) -> int:

@@ -15,6 +15,7 @@ from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from offloadz.plan.cut import Cut, saved_cut
 from offloadz.plan.footprint import PHASES, TIERS
 from offloadz.plan.found import Find
 from offloadz.plan.headers import find_directory
@@ -53,7 +54,7 @@ def plan_command(
     `find`: see `wishes.question`.
     """
     config = _config(config_path, overrides)
-    asked = question(config, machine_name, sets, find, weightless=True)
+    asked = question(config, machine_name, sets, find, weightless=True, cut=_cut(config, machine_name))
     plan = asked.answer()
     more = more_of(asked, plan, len(config.offload.swap))
     if as_json:
@@ -75,7 +76,7 @@ def show_command(
 ) -> int:
     """Print the program of a steady step and its simulated timeline; with `trace`, the whole program and a file."""
     config = _config(config_path, overrides)
-    asked = question(config, machine_name, sets, find)
+    asked = question(config, machine_name, sets, find, cut=_cut(config, machine_name))
     plan = asked.answer()
     found = asked.step_of(plan)
     lines = found.program.text().splitlines()
@@ -102,6 +103,11 @@ def _config(config_path: str | Path, overrides: Sequence[str]) -> Config:
     from offloadz.config import load_config
 
     return load_config(config_path, list(overrides))
+
+
+def _cut(config: Config, machine_name: str | None) -> Cut | None:
+    """That of the run here which the configuration would go on with."""
+    return None if machine_name else saved_cut(config.train.output, config.train.resume)
 
 
 def _missing(config: Config) -> Iterator[str]:

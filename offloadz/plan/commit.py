@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from offloadz.plan.fastest import TIE
 from offloadz.plan.machine import UNVERIFIED
 from offloadz.plan.placement import KINDS
+from offloadz.plan.words import lasting
 
 if TYPE_CHECKING:
     from offloadz.plan.search import Plan, Wishes
@@ -39,15 +40,18 @@ def chosen_commit(held: Plan, wishes: Wishes, decide: Callable[[Wishes], Plan]) 
         same |= {kind: getattr(held.placement, kind) for kind in KINDS} | {"slots": held.slots}
     beside = decide(replace(wishes, commit="shadow", **same))
     gain = 1 - beside.step_s / held.step_s if beside.fits and held.step_s else 0.0
+    by = {"hold": held.step_s} | ({"shadow": beside.step_s} if beside.fits else {})
+    both = f" ({', '.join(f'{commit} {lasting(step_s)}' for commit, step_s in by.items())} a step)"
     if gain < TIE or _keeps_less(beside, held):
-        why = f"shadow would win {gain:.0%}" if beside.fits else f"no room for shadow: {beside.shortage}"
-        return replace(held, reasons=(*held.reasons, f"commit hold: {why}"))
+        why = f"shadow would win {gain:.0%}{both}" if beside.fits else f"no room for shadow: {beside.shortage}"
+        return replace(held, reasons=(*held.reasons, f"commit hold: {why}"), by_commit_s=by)
     lines = tuple(_told(held, beside, same))
     if not wishes.clipping:
-        return replace(beside, reasons=(*lines, f"commit shadow: wins {gain:.0%} over hold"))
-    why = f"commit hold at first: shadow wins {gain:.0%}, and the run goes over to it while clipping fires seldom"
+        why = f"commit shadow: wins {gain:.0%} over hold{both}"
+        return replace(beside, reasons=(*lines, why), by_commit_s=by)
+    why = f"commit hold at first: shadow wins {gain:.0%}{both}, and the run goes over to it while clipping fires seldom"
     times = {name: getattr(held, name) for name in TIMES}
-    return replace(beside, seldom_s=beside.step_s, reasons=(*lines, why), **times)
+    return replace(beside, seldom_s=beside.step_s, reasons=(*lines, why), by_commit_s=by, **times)
 
 
 def _keeps_less(beside: Plan, held: Plan) -> bool:

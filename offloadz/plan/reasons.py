@@ -10,10 +10,13 @@ from offloadz.plan.footprint import Batch
 from offloadz.plan.kept import kept_reason
 from offloadz.plan.placement import KINDS, Placement
 from offloadz.plan.spec import ModelSpec
-from offloadz.plan.words import human
+from offloadz.plan.words import counted, human
 
 if TYPE_CHECKING:
+    from offloadz.plan.candidates import Candidate
     from offloadz.plan.search import Wishes
+
+WHERE = {"host": "in memory", "device": "on the device", "disk": "on disk"}
 
 
 def reasons(
@@ -22,10 +25,11 @@ def reasons(
     batch: Batch,
     wishes: Wishes,
     host_limit: int,
-    first: Placement,
+    first: Candidate,
     shortage: str = "",
 ) -> Iterator[str]:
-    """Why each thing is as it is, one line each; `first`: the first that fits, of those with more and more on disk.
+    """Why each thing is as it is, one line each; `first`: the first that fits, of those with more and more on
+    disk, with the batch as the rule cuts it.
 
     `shortage`: what the placement lacks, which then is the one that lacks least.
     """
@@ -35,9 +39,9 @@ def reasons(
             why = "as configured"
         elif shortage:
             why = "nothing fits, and this lacks least"
-        elif tier != getattr(first, kind):
-            why = "a step is sooner done than with it " + ("in memory" if tier == "disk" else "on disk")
-        elif tier == "disk":
+        elif tier != (usual := getattr(first.placement, kind)):
+            why = f"a step is sooner done than with it {WHERE[usual]}"
+        elif tier == "disk" or (tier == "device" and not placement.unified):
             why = f"it does not fit in the {human(host_limit)} of memory with the kinds before it"
         else:
             why = "memory has room"
@@ -46,11 +50,19 @@ def reasons(
         yield copies_reason(placement, wishes.copies, wishes.keep, wishes.linkable)
     slots = "as configured" if wishes.slots else "double buffering" if placement.slots > 1 else "two do not fit"
     yield f"slots {placement.slots}: {slots}"
-    tokens = batch.tokens_per_micro
-    micro = "as configured" if wishes.micro_batch_size else f"{tokens} tokens keep the computation within its share"
+    usual = first.batch
+    if wishes.micro_batch_size:
+        micro = wishes.cut_told
+    elif batch != usual:
+        micro = f"a step is sooner done than with {usual.micro_rows} in {counted(usual.sweeps, 'sweep')}"
+    else:
+        micro = f"{batch.tokens_per_micro} tokens keep the computation within its share"
     yield f"micro_batch_size {batch.micro_rows}: {micro}"
-    sweeps = (
-        "as configured" if wishes.sweeps else "weights move twice a step" if batch.sweeps == 1 else "fewer do not fit"
-    )
+    if wishes.sweeps:
+        sweeps = wishes.cut_told
+    elif batch.sweeps != usual.sweeps:
+        sweeps = f"a step is sooner done than with {usual.sweeps}"
+    else:
+        sweeps = "weights move twice a step" if batch.sweeps == 1 else "fewer do not fit"
     yield f"sweeps {batch.sweeps}: {sweeps}"
     yield kept_reason(spec, placement, batch, wishes.recompute)

@@ -2,12 +2,14 @@
 
 What fits is looked for along a ladder (`candidates.py`); of all that fit with the same bits the fastest is taken, as
 far as rates are known (`fastest.py`), then the way of committing (`commit.py`).  What a user fixed stays as it is.  The
-trade-off: the format of the optimizer's state and the cut of a batch change numbers, so they are never chosen by time.
+trade-off: the format of the optimizer's state changes numbers by much, so it is never chosen by time; the cut of a
+batch changes the order of sums, so it is chosen once, and a run that goes on keeps it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from offloadz.plan.candidates import MEMORY_SHARE as MEMORY_SHARE
@@ -37,6 +39,8 @@ class Wishes:
     max_length: int
     micro_batch_size: int = 0
     sweeps: int = 0
+    cut_told: str = "as configured"
+    """Why these two are fixed, where they are."""
     slots: int = 0
     parameters: str = "auto"
     gradients: str = "auto"
@@ -104,6 +108,8 @@ class Plan:
     """The same in words, with the bytes a parameter."""
     machine: str = ""
     seldom_s: float = 0.0  # a step with shadow, to which a run goes over while clipping fires seldom; 0: it does not
+    by_commit_s: Mapping[str, float] = field(default_factory=dict)
+    """A step by each way of committing that was left to the plan and has room."""
     graph_room_bytes: int = 0  # what kept graphs may take, which may be more than they do
 
     @property
@@ -158,6 +164,7 @@ class Plan:
         found["compute"], found["storage"] = self.placement.compute, self.placement.storage
         found["copies"], found["keep"], found["linked"] = self.placement.copies, self.keep, self.linked
         found["kept_graphs"] = self.placement.kept
+        found["step_s_by_commit"] = dict(self.by_commit_s) or {self.commit: self.step_s}
         found["smallest_tokens_per_step"] = self.hiding and self.hiding.tokens
         return found | {"terms": self.footprint.terms, "reasons": list(self.reasons)} | self.wear.to_json()
 
@@ -211,9 +218,9 @@ def _timed(plan: Plan, space: Space) -> Plan:
 
 def _check(wishes: Wishes) -> None:
     check_recompute(wishes.recompute)
-    for field, number in (("train.batch_size", wishes.batch_size), ("data.max_length", wishes.max_length)):
+    for key, number in (("train.batch_size", wishes.batch_size), ("data.max_length", wishes.max_length)):
         if number < 1:
-            raise ConfigError(f"{field} = {number}; needed: at least 1")
+            raise ConfigError(f"{key} = {number}; needed: at least 1")
     if not wishes.swap:
         fixed = [kind for kind in KINDS if getattr(wishes, kind) == "disk"]
         if fixed:
@@ -243,7 +250,7 @@ def _describe(space: Space, chosen: Candidate, first: Candidate, shortage: str =
         fits=not shortage,
         smallest_change="",
         shortage=shortage,
-        reasons=tuple(reasons(spec, placement, batch, wishes, limits["host"] or 0, first.placement, shortage)),
+        reasons=tuple(reasons(spec, placement, batch, wishes, limits["host"] or 0, first, shortage)),
         rates_source=machine.rates_source,
         machine=machine.name,
         graph_room_bytes=graph_room(spec, placement, batch, chosen.footprint, limits, wishes.recompute),

@@ -30,6 +30,7 @@ from offloadz.plan.catalogue import (
     with_part,
     with_rates,
 )
+from offloadz.plan.cut import Cut
 from offloadz.plan.errors import ConfigError
 from offloadz.plan.estimate import estimate
 from offloadz.plan.families import shapes_note
@@ -94,11 +95,13 @@ def question(
     sets: Sequence[str] = (),
     find: Find = lambda told: None,
     weightless: bool = False,
+    cut: Cut | None = None,
 ) -> Question:
     """Model, machine and wishes of a configuration; `sets` are `key=value` over this machine's facts.
 
     `find`: what says of this box which device `offload.device` means; the host, where it is left out.  `weightless`:
-    whether a model whose weights are not there is known by its config.json.
+    whether a model whose weights are not there is known by its config.json.  `cut`: of the run that this one goes on
+    with.
 
     Raises ConfigError for what is wrong or not built.
     """
@@ -113,6 +116,7 @@ def question(
     spec = spec.with_recipe(recipe_of(told.name, told.state, told.momentum))
     note = positions_note(spec, read_config(directory), config.data.max_length, "data.max_length")
     wishes = wishes_of(config, read_config(directory))
+    wishes = cut.held(wishes) if cut is not None else wishes
     wishes = replace(wishes, reading_bytes=_reading_bytes(config, directory), random=model.init == "random")
     facts = None if machine_name else find(config.offload.device)
     machine = asked_machine(config, machine_name, facts)

@@ -14,7 +14,7 @@ import os
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,7 @@ from offloadz.model.aside import clean_leftovers, write_text
 from offloadz.model.flips import told_of
 from offloadz.model.manifest import read_manifest, verify
 from offloadz.model.together import by_first
+from offloadz.plan.cut import Cut
 from offloadz.plan.errors import CannotGoOn, ConfigError, DamagedState
 from offloadz.plan.paths import directory_of, owner_name
 from offloadz.runtime.ranks import Solo
@@ -47,6 +48,8 @@ class Start:
     flip: Saved | None = None
     linked: bool = False
     """Whether the path holds files that a run may take over instead of copying them."""
+    cut: Cut | None = None
+    """How its plan had cut the batch."""
 
     def __str__(self) -> str:
         return f"the state on disk in {self.path}" if self.flip else str(self.path)
@@ -79,8 +82,10 @@ def start_for_all(config: Config, output: Path, say: Callable[[str], None], rank
         found.append(start)
 
     by_first(ranks, look)
-    told = ranks.first([str(found[0].path), found[0].step] if found and found[0] else None)
-    return found[0] if found else Start(Path(told[0]), told[1]) if told else None
+    told = ranks.first(
+        [str(found[0].path), found[0].step, found[0].cut and asdict(found[0].cut)] if found and found[0] else None
+    )
+    return found[0] if found else Start(Path(told[0]), told[1], cut=Cut.read(told[2], told[0])) if told else None
 
 
 def forget_ranks(config: Config, output: Path) -> None:
@@ -136,7 +141,7 @@ def flipped_start(config: Config, output: Path, say: Callable[[str], None]) -> S
                 raise
             say(f"resume: the state on disk in {place}, step {step}, is left out: {error}")
             continue
-        return Start(place, step, saved, linked=True)
+        return Start(place, step, saved, linked=True, cut=Cut.read(told["extra"].get("plan"), place))
     return None
 
 
@@ -159,7 +164,7 @@ def checkpoint_start(config: Config, output: Path, say: Callable[[str], None]) -
     if start is not None:
         told = read_manifest(start)
         _require_same(config, start, told["extra"], say)
-        return Start(start, int(told["step"]), linked="linked" in told)
+        return Start(start, int(told["step"]), linked="linked" in told, cut=Cut.read(told["extra"].get("plan"), start))
     if any(found.glob("step-*")):
         raise ConfigError(
             f'no checkpoint in {found} is valid; set train.resume = "never" to begin again, or another train.output'
@@ -187,7 +192,7 @@ def instead_of(start: Start, reason: str, config: Config, keep: int, say: Callab
             ) from error
         return replace(other, linked=False)
     say(f"resume: {start} became {made}, to be read from there: {reason}")
-    return Start(made, start.step)
+    return Start(made, start.step, cut=start.cut)
 
 
 def _is_of_step(checkpoints: Path, order: int, step: int) -> bool:

@@ -27,6 +27,7 @@ from offloadz.model.flips import shadow_of, told_of
 from offloadz.model.state import load_flip
 from offloadz.model.together import by_first
 from offloadz.model.told import seed_all
+from offloadz.plan.cut import cut_told
 from offloadz.plan.errors import ConfigError
 from offloadz.plan.search import Plan
 from offloadz.plan.words import human
@@ -122,7 +123,7 @@ def _train(config: Config, console: Console, signals: Signals, stack: ExitStack,
         return 0
     by_first(ranks, lambda: (check_swap(config, say), forget_ranks(config, output)))
     by_first(ranks, lambda: measure(config, task.num_steps, say, ranks.size))
-    plan = decided(config, task.prompts, say, ranks)
+    plan = decided(config, task.prompts, say, ranks, start and start.cut)
     for line in plan_lines(plan, config, task.samples):
         say(f"plan: {line}")
     told = {"config.toml": config.to_toml(), "plan.json": json.dumps(plan.to_json(), indent=1) + "\n"}
@@ -340,13 +341,8 @@ class Training:
 
     def _extra(self, progress: Progress, scheduler: dict[str, Any]) -> dict[str, Any]:
         """What a resume needs from this loop; `order`: of the newest checkpoint that is there already."""
-        return {
-            **asdict(progress),
-            "loader": self.loader.state_dict(),
-            "scheduler": scheduler,
-            "config": self.config.to_toml(),
-            "order": self.order,
-        }
+        told = {"config": self.config.to_toml(), "plan": cut_told(self.plan), "order": self.order}
+        return {**asdict(progress), "loader": self.loader.state_dict(), "scheduler": scheduler, **told}
 
     def _progress_behind(self) -> dict[str, Any]:
         """Where the run will be behind the step just decided, for its flip: the lanes run on while this loop does."""

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from offloadz.model.optimizer import KINDS, Settings
 from offloadz.model.vocabulary import add_tokens
+from offloadz.plan.cut import Cut
 from offloadz.plan.errors import ConfigError, DoesNotFit
 from offloadz.plan.headers import find_directory, read_config
 from offloadz.plan.machine import rates_told
@@ -144,9 +145,14 @@ def _prompts(config: Config, template: ChatTemplate | None, vocab_size: int) -> 
     return Prompts(told.sample_prompts, told.sample_tokens, lambda: read_tokenizer(config)[0], template, vocab_size)
 
 
-def decided(config: Config, prompts: Prompts | None, say: Callable[[str], None], ranks: Solo) -> Plan:
-    """The plan of a configuration on this box; DoesNotFit names the smallest change that would fit."""
-    asked = question(config, find=facts_named)
+def decided(
+    config: Config, prompts: Prompts | None, say: Callable[[str], None], ranks: Solo, cut: Cut | None = None
+) -> Plan:
+    """The plan of a configuration on this box; DoesNotFit names the smallest change that would fit.
+
+    `cut`: of the start that the run goes on from.
+    """
+    asked = question(config, find=facts_named, cut=cut)
     machine, wishes = level(asked.machine, asked.wishes, ranks)
     asked = replace(asked, machine=machine, wishes=wishes)
     notes = list(asked.notes)
@@ -157,8 +163,15 @@ def decided(config: Config, prompts: Prompts | None, say: Callable[[str], None],
         say(f"note: {note}")
     plan = asked.answer()
     if not plan.fits:
-        raise DoesNotFit(plan.refusal())
+        kept = f". {cut.source} was made in {_cut(plan)}, which a run that goes on keeps" if cut is not None else ""
+        raise DoesNotFit(plan.refusal() + kept + (": name what you change in train.resume_with" if kept else ""))
+    if moved := cut.moved(plan) if cut is not None else "":
+        say(f"resume: {moved}")
     return plan
+
+
+def _cut(plan: Plan) -> str:
+    return f"{counted(plan.sweeps, 'sweep')} of micro-batches of {counted(plan.micro_batch_size, 'row')}"
 
 
 def optimizer_of(config: Config) -> Settings:
@@ -187,8 +200,7 @@ def plan_lines(plan: Plan, config: Config, samples: Dataset | None = None) -> It
     )
     yield (
         f"parameters on {place.parameters}, gradients on {place.gradients}, optimizer state on {place.optimizer}, "
-        f"saved inputs on {place.activations}; {counted(plan.slots, 'slot')}, {counted(plan.sweeps, 'sweep')}, "
-        f"micro-batches of {counted(plan.micro_batch_size, 'row')}{share.each}"
+        f"saved inputs on {place.activations}; {counted(plan.slots, 'slot')}, {_cut(plan)}{share.each}"
     )
     whose = {tier: share.each if tier != "checkpoint" else share.all for tier in plan.peak}
     parts = [f"{t} {human(peak)}{_of(plan.limits.get(t))}{whose[t]}" for t, peak in plan.peak.items() if peak]

@@ -7,6 +7,7 @@ back are covered too.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -19,11 +20,14 @@ import torch
 from tiny import ON_DISK, make_model, make_texts, tables
 
 import offloadz
+import offloadz.plan.candidates as candidates
 import offloadz.train.loop as loop
 from offloadz.config import config_from_tables
 from offloadz.model.linked import open_tensors
 from offloadz.model.manifest import read_manifest
+from offloadz.plan.cut import saved_cut
 from offloadz.plan.errors import ConfigError
+from offloadz.plan.wishes import question
 from offloadz.train.metrics import METRICS, read_metrics
 from offloadz.train.progress import Display
 
@@ -96,6 +100,32 @@ def test_stopped_and_resumed(
     stop_at(0)
     assert run(tmp_path, **same, **then, **output) == 0
     assert_same(tmp_path / "whole", tmp_path / "parts", 12)
+
+
+def test_a_run_goes_on_with_the_cut_it_began_with(
+    tmp_path: Path, stop_at: Callable[[int], None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Though a plan of today would cut the batch in another way, and does so where nothing is gone on with."""
+    left: dict[str, Any] = {"train__micro_batch_size": 0}
+    assert run(tmp_path, **left, **IN_MEMORY, train__output=str(tmp_path / "whole")) == 0
+    stop_at(7)
+    assert run(tmp_path, **left, **IN_MEMORY) == 143
+    monkeypatch.setattr(candidates, "MICRO_TOKENS", 64)  # two rows, where a bench between may have led to any number
+    stop_at(0)
+    capsys.readouterr()
+    config = config_from_tables(tables(tmp_path, **left, **ON_DISK))
+    assert saved_cut(config.train.output, "never") is None
+    held = question(config, cut=saved_cut(config.train.output, "auto")).answer()
+    assert run(tmp_path, **left, **ON_DISK) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "resume: parameters on disk (before: host), gradients on disk (before: host)" in told
+    assert_same(tmp_path / "whole", tmp_path / "run", 12)
+    cut = {
+        name: json.loads((tmp_path / name / "plan.json").read_text())["micro_batch_size"] for name in ("whole", "run")
+    }
+    assert (
+        cut == {"whole": 6, "run": 6} and held.micro_batch_size == 6 and question(config).answer().micro_batch_size == 2
+    )
 
 
 def test_tensorboard_has_each_step_once(tmp_path: Path, stop_at: Callable[[int], None]) -> None:

@@ -10,6 +10,7 @@ from test_search import SPEC, WISHES
 
 from offloadz.plan.machine import TYPICAL_RATES, UNVERIFIED, Machine
 from offloadz.plan.search import MEMORY_SHARE, Plan, decide
+from offloadz.plan.words import lasting
 
 GIB = 1 << 30
 ASKED = replace(WISHES, parameters="host", gradients="host", optimizer="host")
@@ -33,6 +34,9 @@ def test_shadow_where_it_is_sooner_and_has_room() -> None:
     plan, held = planned(box()), planned(box(), commit="hold")
     assert (plan.commit, plan.placement.commit) == ("hold", "shadow") and "goes over" in why(plan)
     assert plan.step_s == plan.step_s_by("hold") == held.step_s and plan.wear == held.wear
+    by = {"hold": plan.step_s, "shadow": plan.seldom_s}
+    assert plan.to_json()["step_s_by_commit"] == by and held.to_json()["step_s_by_commit"] == {"hold": held.step_s}
+    assert f"(hold {lasting(by['hold'])}, shadow {lasting(by['shadow'])} a step)" in why(plan)
     free = planned(box(), clipping=False)
     assert (free.commit, free.seldom_s) == ("shadow", 0.0) and free.step_s == plan.step_s_by("shadow") < plan.step_s
     assert free.step_s < 0.95 * held.step_s

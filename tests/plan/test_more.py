@@ -1,4 +1,4 @@
-"""What 32 GiB more memory, or a second drive, would bring: the plan of just that, told in lines and in JSON."""
+"""What 32 GiB more memory, a second drive or a cheaper format would bring: the plan of just that, in lines and JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from test_command import run
 from test_fastest import asked, desktop, llama
 
 from offloadz.plan.more import More, more_of
+from offloadz.plan.recipes import Recipe
 from offloadz.plan.wishes import Question
+from offloadz.plan.words import human, lasting
 
 GIB = 1 << 30
 
@@ -34,19 +36,42 @@ def test_more_is_the_plan_of_a_box_with_more() -> None:
     assert all(rate == pytest.approx(2 * question.machine.rates[lane]) for lane, rate in rates.items())
     assert more.drive.step_s == pytest.approx(known.answer().step_s)
     lines, gain = list(more.lines()), wider.tokens_per_s / more.plan.tokens_per_s - 1
-    assert lines[0] == f"with 32GiB more memory: {wider.tokens_per_s:,.0f} tokens/s (+{gain:.0%})"
-    assert lines[1].startswith("with a second drive: ") and len(lines) == 2
+    speed = f"{wider.tokens_per_s:,.0f} tokens/s (+{gain:.0%}), {lasting(wider.step_s)} a step"
+    assert lines[0] == f"with 32GiB more memory: {speed}"
+    assert lines[1].startswith("with a second drive: ") and not any("would bring nothing" in line for line in lines)
     assert more.to_json()["second_drive"] == {"tokens_per_s": more.drive.tokens_per_s, "step_s": more.drive.step_s}
+
+
+def test_a_cheaper_format_is_the_plan_of_a_run_with_it() -> None:
+    """In time, memory and wear: a state of 2 bytes a parameter may stay where one of 10 went to the drive."""
+    question, more = told(64)
+    cheap = replace(question, spec=question.spec.with_recipe(Recipe("int8-sr"))).answer()
+    found = more.to_json()["optimizer_state"]
+    assert list(found) == ["bf16", "int8", "int8-sr"] and found["int8-sr"]["step_s"] == pytest.approx(cheap.step_s)
+    assert found["int8-sr"]["host_peak"] == cheap.peak["host"]
+    assert found["int8-sr"]["disk_written_per_step"] == cheap.wear.written_bytes < more.plan.wear.written_bytes
+    line = next(line for line in more.lines() if line.startswith('with optimizer.state = "int8-sr": '))
+    assert f"{cheap.tokens_per_s:,.0f} tokens/s (+" in line and human(cheap.peak["host"]) in line
+    assert told(64, micro_batch_size=2)[1].states["int8"].micro_batch_size == 2, "the batch stays as it is cut"
+
+
+def test_memory_that_is_not_needed_is_said() -> None:
+    _, more = told(512)
+    spare = (more.plan.limits["host"] or 0) - more.plan.peak["host"]
+    assert more.to_json()["spare_host_memory"] == spare > 200 * GIB
+    assert f"{human(spare)} of the host memory that the run may use are not needed" in more.lines()
+    _, tight = told(512, host_memory=more.plan.peak["host"] + GIB)
+    assert tight.plan.step_s == more.plan.step_s and not any("not needed" in line for line in tight.lines())
 
 
 def test_what_brings_nothing_is_said_in_one_line() -> None:
     _, more = told(512, 2)
-    assert list(more.lines()) == ["32GiB more memory or one more drive would bring nothing"]
+    assert next(more.lines()) == "32GiB more memory or one more drive would bring nothing"
 
 
 def test_without_swap_there_is_no_second_drive() -> None:
     _, more = told(512, swap=False, disk_free=None)
-    assert list(more.lines()) == ["32GiB more memory would bring nothing"]
+    assert next(more.lines()) == "32GiB more memory would bring nothing"
     assert more.to_json()["second_drive"] is None
 
 
@@ -61,7 +86,8 @@ def test_the_command_tells_it_beside_the_plan(config: Path) -> None:
     done = run(*words, "--json")
     assert done.returncode == 0, done.stderr
     more = json.loads(done.stdout)["more"]
-    assert set(more) == {"host_memory_32GiB", "second_drive"} and more["host_memory_32GiB"]["step_s"] > 0
+    keys = {"host_memory_32GiB", "second_drive", "optimizer_state", "spare_host_memory"}
+    assert set(more) == keys and more["host_memory_32GiB"]["step_s"] > 0
     assert "with 32GiB more memory: " in run(*words).stdout
     refused = run(*words, "offload.host_memory=600MiB", "--json")
-    assert refused.returncode == 3 and set(json.loads(refused.stdout)["more"].values()) == {None}
+    assert refused.returncode == 3 and not any(json.loads(refused.stdout)["more"].values())

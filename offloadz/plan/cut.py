@@ -1,0 +1,72 @@
+"""How a batch was cut into sweeps and micro-batches, kept from one start of a run to the next.
+
+The cut decides the order of sums, and with it bits; nothing else of a plan does.  So a run that goes on keeps it even
+where a plan of today, with other rates or less memory, would choose another.  Left to others: where it is saved
+(`train/`), which one is best (`fastest.py`).  The trade-off: what else was decided is not kept, so a new bench may move
+values to other tiers; `moved` says so.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from offloadz.plan.placement import KINDS
+
+if TYPE_CHECKING:
+    from offloadz.plan.search import Plan, Wishes
+
+
+@dataclass(frozen=True)
+class Cut:
+    """What an earlier start decided; `source`: what says so, for people."""
+
+    micro_batch_size: int
+    sweeps: int
+    placement: Mapping[str, str]
+    source: str
+
+    @classmethod
+    def read(cls, told: Mapping[str, Any] | None, source: object) -> Cut | None:
+        """From what `cut_told` said; None where it is not whole."""
+        try:
+            found = told or {}
+            return cls(int(found["micro_batch_size"]), int(found["sweeps"]), dict(found["placement"]), str(source))
+        except (KeyError, TypeError, ValueError):
+            return None
+
+    def held(self, wishes: Wishes) -> Wishes:
+        """What is asked for, with this cut as far as the user fixed none."""
+        rows = wishes.batch_size
+        return replace(
+            wishes,
+            micro_batch_size=wishes.micro_batch_size or min(self.micro_batch_size, rows),
+            sweeps=wishes.sweeps or min(self.sweeps, rows),
+            cut_told=f"as configured, or as {self.source} has it",
+        )
+
+    def moved(self, plan: Plan) -> str:
+        """What a plan keeps elsewhere than before, in a line; empty where nothing is."""
+        now = {kind: getattr(plan.placement, kind) for kind in KINDS}
+        moved = [f"{k} on {now[k]} (before: {was})" for k, was in self.placement.items() if now.get(k, was) != was]
+        return f"{', '.join(moved)}: memory or rates are others than then; the numbers stay the same" if moved else ""
+
+
+def cut_told(plan: Plan) -> dict[str, Any]:
+    """What a checkpoint says of the plan that it was made under."""
+    placement = {kind: getattr(plan.placement, kind) for kind in KINDS}
+    return {"micro_batch_size": plan.micro_batch_size, "sweeps": plan.sweeps, "placement": placement}
+
+
+def saved_cut(output: str, resume: str) -> Cut | None:
+    """That of the run which the same command would go on with, as its plan.json tells it; None where there is none."""
+    path = Path(output) / "plan.json"
+    if not output or resume == "never" or not any((Path(output) / "checkpoints").glob("step-*")):
+        return None
+    try:
+        return Cut.read(json.loads(path.read_text(encoding="utf-8")), path)
+    except (OSError, ValueError):
+        return None
