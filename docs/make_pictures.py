@@ -3,16 +3,19 @@
     python docs/make_pictures.py
 
 `timeline.svg` is a simulated step, span by span, of a small model on a made-up machine, `gpu.svg` one of blocks of a
-13B on a GPU of the catalogue; `memory.svg` is what the plan
-says of four placements of one model; `recipes.svg` the bytes of an update by recipe; `tiers.svg` and `disk.svg` are
-drawn by hand, `copies.svg` by the code that chooses copies.  Plain SVG, no library.
+13B on a GPU of the catalogue, `hidden.svg` whole steps of a 13B that hide nearly everything; `memory.svg` is what the
+plan says of four placements of one model; `recipes.svg` the bytes of an update by recipe; `tiers.svg` and `disk.svg`
+are drawn by hand, `copies.svg` by the code that chooses copies.  Plain SVG, no library.
 """
 
 from __future__ import annotations
 
 import json
 import tempfile
+from dataclasses import replace
 from pathlib import Path
+
+from make_tables import HIDDEN_CASES, hidden_case
 
 from offloadz.memory.copies import Copies
 from offloadz.memory.tier import Extent
@@ -24,7 +27,7 @@ from offloadz.plan.placement import Placement
 from offloadz.plan.predict import Prediction, predict
 from offloadz.plan.recipes import STATES, Recipe
 from offloadz.plan.spec import ModelSpec
-from offloadz.plan.timeline import Span
+from offloadz.plan.timeline import Span, Timeline
 
 PICTURES = Path(__file__).parent / "pictures"
 INK, FAINT, PAPER = "#24292f", "#8c959f", "#ffffff"
@@ -108,16 +111,25 @@ def colour_of(span: Span) -> str:
     return COLOURS[KIND_OF_LETTER.get(letter, "state and update")]
 
 
-def timeline_rows(found: Prediction, top: int, title: str, scale: float, left: int = 90) -> list[str]:
+def timeline_rows(timeline: Timeline, top: int, title: str, scale: float, left: int = 90) -> list[str]:
     """One step: a row per lane, a box per span."""
     parts = [text(8, top + 2, title, 14, bold=True)]
-    lanes = [load.lane for load in found.timeline.loads()]
+    lanes = [load.lane for load in timeline.loads()]
     for row, lane in enumerate(lanes):
         y = top + 14 + row * 24
-        parts += [text(8, y + 14, lane, 12), box(left, y, scale * found.timeline.length_s, 18, "#f6f8fa")]
-        for span in (s for s in found.timeline.spans if s.lane == lane):
-            x = left + scale * (span.start_s - found.timeline.start_s)
+        parts += [text(8, y + 14, lane, 12), box(left, y, scale * timeline.length_s, 18, "#f6f8fa")]
+        for span in (s for s in timeline.spans if s.lane == lane):
+            x = left + scale * (span.start_s - timeline.start_s)
             parts.append(box(x, y, max(0.6, scale * (span.end_s - span.start_s) - 0.3), 18, colour_of(span)))
+    return parts
+
+
+def legend(y: int) -> list[str]:
+    """What each colour is."""
+    parts, x = list[str](), 90
+    for name, colour in COLOURS.items():
+        parts += [box(x, y, 14, 14, colour), text(x + 20, y + 12, name, 12)]
+        x += 60 + 7 * len(name)
     return parts
 
 
@@ -126,12 +138,8 @@ def timeline_picture() -> str:
     scale = 780 / one.timeline.length_s
     first = f"one slot: {one.step_s:.1f} s a step, everything that shares a slot in turn"
     second = f"two slots: {two.step_s:.1f} s a step, the next block arrives during this one"
-    parts = timeline_rows(one, 22, first, scale) + timeline_rows(two, 212, second, scale)
-    x = 90
-    for name, colour in COLOURS.items():
-        parts += [box(x, 392, 14, 14, colour), text(x + 20, 404, name, 12)]
-        x += 60 + 7 * len(name)
-    return picture(900, 420, parts)
+    parts = timeline_rows(one.timeline, 22, first, scale) + timeline_rows(two.timeline, 212, second, scale)
+    return picture(900, 420, parts + legend(392))
 
 
 def gpu_picture() -> str:
@@ -140,11 +148,33 @@ def gpu_picture() -> str:
     placement = Placement(slots=2, unified=False, compute="bfloat16", storage="bfloat16")
     found = predict(spec_of(5120, 13824, 8, 40, 8000), placement, Batch(16, 1024, 4), box_)
     title = f"simulated: eight blocks of a 13B, 16,384 tokens: {found.step_s:.1f} s a step on an RTX 4090"
-    parts, x = timeline_rows(found, 22, title, 780 / found.timeline.length_s), 90
-    for name, colour in COLOURS.items():
-        parts += [box(x, 152, 14, 14, colour), text(x + 20, 164, name, 12)]
-        x += 60 + 7 * len(name)
-    return picture(900, 180, parts)
+    parts = timeline_rows(found.timeline, 22, title, 780 / found.timeline.length_s)
+    return picture(900, 180, parts + legend(152))
+
+
+def hidden_picture() -> str:
+    """Whole steps of a 13B on the catalogue's RTX 4090, those of the table in docs/step.md."""
+    parts, top = list[str](), 22
+    for case, wishes in HIDDEN_CASES:
+        asked = hidden_case(*case, **wishes)
+        found = asked.step_of(asked.answer())
+        ratio = found.step_s / found.busy_s["device"]
+        title = f"{case[0]} GiB, {case[1]}, {case[2]:,} tokens: {found.step_s:.1f} s, {ratio:.2f} times the computation"
+        parts += timeline_rows(merged(found.timeline), top, title, 780 / found.timeline.length_s)
+        top += 50 + 24 * len(found.timeline.loads())
+    return picture(900, top + 8, [*parts, *legend(top - 20)])
+
+
+def merged(timeline: Timeline) -> Timeline:
+    """The same with spans of one colour taken together that lie closer than can be seen."""
+    close_s, spans = timeline.length_s / 780 / 2, list[Span]()
+    for span in sorted(timeline.spans, key=lambda span: (span.lane, span.start_s)):
+        same = spans and (spans[-1].lane, colour_of(spans[-1])) == (span.lane, colour_of(span))
+        if same and span.start_s - spans[-1].end_s < close_s:
+            spans[-1] = replace(spans[-1], end_s=span.end_s)
+        else:
+            spans.append(span)
+    return Timeline(tuple(spans))
 
 
 # ---- the memory plan ---------------------------------------------------------------------------------------------
@@ -311,6 +341,12 @@ def _copies_row(y: int, title: str, live: int, kept: int, written: int = -1) -> 
 if __name__ == "__main__":
     PICTURES.mkdir(exist_ok=True)
     drawn = {"timeline": timeline_picture(), "memory": memory_picture(), "tiers": tiers_picture()}
-    drawn |= {"gpu": gpu_picture(), "disk": disk_picture(), "recipes": recipe_picture(), "copies": copies_picture()}
+    drawn |= {
+        "hidden": hidden_picture(),
+        "gpu": gpu_picture(),
+        "disk": disk_picture(),
+        "recipes": recipe_picture(),
+        "copies": copies_picture(),
+    }
     for name, svg in drawn.items():
         (PICTURES / f"{name}.svg").write_text(svg, encoding="utf-8")

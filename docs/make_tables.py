@@ -29,11 +29,12 @@ from offloadz.plan.headers import spec_from_formula
 from offloadz.plan.machine import Machine
 from offloadz.plan.placement import Placement, home_bytes
 from offloadz.plan.predict import predict
-from offloadz.plan.recipes import Recipe
+from offloadz.plan.recipes import STATES, Recipe
 from offloadz.plan.search import Plan, Wishes, decide
 from offloadz.plan.share import Share
 from offloadz.plan.spec import ModelSpec
 from offloadz.plan.waits import FULL
+from offloadz.plan.wishes import Question
 from offloadz.plan.words import human
 
 ROOT = Path(__file__).parent.parent
@@ -103,6 +104,13 @@ PUBLISHED = (
     ("Qwen2.5-7B", 524288, 0, "bf16", 2777, "LLMQ, bfloat16 products, bfloat16 states in memory [4]"),
 )
 """Model, tokens a step, drives (0: all in memory), format of the state, tokens/s, and who measured them on what."""
+HIDDEN_CASES: tuple[tuple[tuple[int, str, int, int], dict[str, Any]], ...] = (
+    ((128, "int8-sr", 10240, 0), {}),
+    ((128, "int8", 12288, 0), {}),
+    ((64, "int8-sr", 49152, 1), {"activations": "disk"}),
+)
+"""Memory, format of the state, tokens a step, drives; and what is fixed."""
+LEAST_MEMORIES_GIB = (64, 96, 128, 192)
 PREDICTED: dict[str, tuple[str, dict[str, Any]]] = {
     "predicted, eager": ("eager", {}), "predicted, liger": ("liger", {}),
     "liger, in place": ("liger", {"commit": "in_place", "clipping": False}),
@@ -115,12 +123,22 @@ def on_card(
     **wishes: Any,
 ) -> Plan:  # fmt: skip
     """The plan for a model in bfloat16 on the box with an RTX 4090, with this much memory and so many drives."""
+    return asked_of_card(model, tokens, memory_gib, drives, kernels, state, **wishes).answer()
+
+
+def asked_of_card(
+    model: dict[str, Any], tokens: int, memory_gib: int, drives: int, kernels: str = "eager", state: str = "fp32",
+    **wishes: Any,
+) -> Question:  # fmt: skip
+    """What `on_card` answers."""
     base = Machine("any", GIB, "the table", device_bytes=GIB)
     box = read_machine(CARD, base, [Path(f"/{n}") for n in range(max(1, drives))])
     box = dataclasses.replace(box, host_bytes=memory_gib * GIB).computing("bfloat16", kernels)
     size = box.drive.size_bytes if box.drive is not None and drives else None
     asked = {"swap": drives > 0, "keep": 1, "linkable": True, "compute": "bfloat16", "disk_free": size, "copies": 0}
-    return decide(spec_of(model).with_recipe(Recipe(state)), box, Wishes(tokens // LENGTH, LENGTH, **(asked | wishes)))
+    return Question(
+        spec_of(model).with_recipe(Recipe(state)), box, Wishes(tokens // LENGTH, LENGTH, **(asked | wishes))
+    )
 
 
 def card_table() -> str:
@@ -158,6 +176,44 @@ def published_row(name: str, tokens: int, drives: int, state: str, known: int, w
     return f"| {name} | {tokens:,} | {known:,} | {' | '.join(map(speed, plans))} | {whose} |"
 
 
+def hidden_case(memory_gib: int, state: str, tokens: int, drives: int, **wishes: Any) -> Question:
+    """What a 13B that clips exactly is asked, with 5 GiB of memory left to the system."""
+    return asked_of_card(
+        MODELS["13B"],
+        tokens,
+        memory_gib,
+        drives,
+        state=state,
+        host_memory=(memory_gib - 5) * GIB,
+        commit="hold",
+        **wishes,
+    )
+
+
+def hidden_table() -> str:
+    """Markdown: steps of a 13B beside the seconds of their computation."""
+    lines = ["| memory | state | tokens a step | placed | step | computation | ratio |", "|---" * 7 + "|"]
+    for case, wishes in HIDDEN_CASES:
+        plan = hidden_case(*case, **wishes).answer()
+        device_s = (plan.busy_s or {})["device"]
+        told = f"{plan.step_s:.1f} s | {device_s:.1f} s | {plan.step_s / device_s:.2f}"
+        lines.append(f"| {case[0]} GiB | `{case[1]}` | {case[2]:,} | {on_disk(plan) or 'all in memory'} | {told} |")
+    return "\n".join(lines)
+
+
+def least_table() -> str:
+    """Markdown: the fewest tokens a step that hide everything, by format of the state and memory."""
+    lines = ["| state | " + " | ".join(f"{gib} GiB" for gib in LEAST_MEMORIES_GIB) + " |", "|---" * 5 + "|"]
+    for state in STATES:
+        cells = []
+        for gib in LEAST_MEMORIES_GIB:
+            plan = hidden_case(gib, state, CARD_ROWS * LENGTH, 1).answer()
+            tokens = plan.hiding.tokens if plan.hiding is not None else None
+            cells.append(f"{tokens:,} ({on_disk(plan) or 'all in memory'})" if tokens else "none of 16 M")
+        lines.append(f"| `{state}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def planned(model: dict[str, Any], memory_gib: int, copies: int = 0) -> Plan:
     """The plan for a model in bfloat16 on a machine without a GPU that has this much free memory and any disk."""
     machine = Machine("any", memory_gib * GIB, "the table", device_bytes=memory_gib * GIB, cores=8)
@@ -181,15 +237,17 @@ def cell(plan: Plan) -> str:
     """One cell: what is on disk, and the peaks."""
     if not plan.fits:
         return "does not fit"
+    memory, down = f"memory {human(plan.peak['host'], up=True)}", on_disk(plan)
+    links = ", checkpoints in it" if plan.linked else ""
+    return f"{down}: {memory}, swap {human(plan.peak['disk'], up=True)}{links}" if down else f"all in memory: {memory}"
+
+
+def on_disk(plan: Plan) -> str:
+    """Which kinds are on disk; empty where none is."""
     names = {"optimizer": "optimizer state", "activations": "saved inputs"}
     kinds = ("optimizer", "gradients", "parameters", "activations")
-    on_disk = [names.get(kind, kind) for kind in kinds if getattr(plan.placement, kind) == "disk"]
-    memory = f"memory {human(plan.peak['host'], up=True)}"
-    if not on_disk:
-        return f"all in memory: {memory}"
-    what = "all four" if len(on_disk) == 4 else ", ".join(on_disk)
-    links = ", checkpoints in it" if plan.linked else ""
-    return f"{what} on disk: {memory}, swap {human(plan.peak['disk'], up=True)}{links}"
+    down = [names.get(kind, kind) for kind in kinds if getattr(plan.placement, kind) == "disk"]
+    return f"{'all four' if len(down) == 4 else ', '.join(down)} on disk" if down else ""
 
 
 def machine_table() -> str:
@@ -214,6 +272,12 @@ def zero_table() -> str:
         cells = [f"{number:.2f}" for number in (*each, sum(each))]
         lines.append(f"| {stage} | {ranks if stage else 'any'} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def step_page(text: str) -> str:
+    """docs/step.md with a whole program, and with steps that hide nearly everything."""
+    text = between(text, f"```\n{program_text()}\n```")
+    return between(between(text, hidden_table(), 1), least_table(), 2)
 
 
 def zero_page(text: str) -> str:
@@ -320,7 +384,7 @@ def made() -> dict[Path, str]:
     return {
         readme: between(between(readme.read_text(encoding="utf-8"), machine_table()), card_table(), 1),
         published: between(published.read_text(encoding="utf-8"), published_table()),
-        step: between(step.read_text(encoding="utf-8"), f"```\n{program_text()}\n```"),
+        step: step_page(step.read_text(encoding="utf-8")),
         machine: between(machine.read_text(encoding="utf-8"), catalogue_tables()),
         zero: zero_page(zero.read_text(encoding="utf-8")),
         ROOT / "docs" / "configuration.md": configuration_page(),
