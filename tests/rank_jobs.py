@@ -205,6 +205,44 @@ def differ(rank: int, folder: str, **how: Any) -> None:
     leave(folder, rank, told)
 
 
+class Choosy(torch.nn.Module):
+    """A block with an expert of which rank 0 alone has rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.common, self.expert = torch.nn.Linear(48, 48), torch.nn.Linear(48, 48)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.common(x).tanh()
+        return x + self.expert(x).tanh() if os.environ["RANK"] == "0" else x
+
+
+class Experts(torch.nn.Module):
+    """A model of such blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = torch.nn.ModuleList(Choosy() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def experts(rank: int, folder: str, **how: Any) -> None:
+    """Steps of a model of which rank 1 meets a part only."""
+    out: dict[str, Any] = {"losses": [], "norms": []}
+    with offloadz.offload(Experts(), offloadz.AdamW(lr=1e-2), **how) as run:
+        for step in range(3):
+            x = torch.randn(3, 48, generator=torch.Generator().manual_seed(10 * step + rank))
+            out["losses"].append(float(run.step({"x": x}, loss_fn=lambda model, batch: model(**batch).square().mean())))
+            out["norms"].append(run.report.grad_norm)
+        out["weights"], out["steps"] = weights(run), dict(run.session.steps)
+    leave(folder, rank, out)
+
+
 def leaves(rank: int, folder: str) -> None:
     """A group that is met and left; the threads there are afterwards."""
     from offloadz.runtime import ranks

@@ -62,7 +62,8 @@ class Arrivals:
         session = self.stage.session
         self._step = self._step or self.optimizer.settings(session.steps, 1.0, self.threads)
         members = {m.name for s in session.spec.units[unit].sections if s.trainable for m in s.members}
-        new = {name: self._step[name] for name in (members & self.stage.touched) - self.begun.keys()}
+        touched = set().union(*session.room.ranks.each(sorted(members & self.stage.touched)))
+        new = {name: self._step[name] for name in touched - self.begun.keys()}
         self.begun |= new
         session.room.due |= new
         if session.placement.commit == "in_place":

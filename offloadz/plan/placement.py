@@ -56,7 +56,7 @@ class Placement:
     @property
     def flips(self) -> bool:
         """Whether a step ends with a record that makes it the valid state on disk."""
-        return self.copies > 1 and self.state_on_disk and self.commit != "in_place"
+        return self.copies > 1 and self.state_on_disk and self.commit != "in_place" and self.share.ranks == 1
 
     @property
     def ending(self) -> str:

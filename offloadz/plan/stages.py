@@ -81,7 +81,6 @@ def _own(spec: ModelSpec, wishes: Wishes) -> Wishes:
         host_memory=None if wishes.host_memory is None else wishes.host_memory // ranks,
         disk_free=None if room is None else room // ranks,
         same_drive=False,
-        commit="hold",
         copies=1,
         linkable=False,
     )
@@ -89,8 +88,6 @@ def _own(spec: ModelSpec, wishes: Wishes) -> Wishes:
 
 def _refuse(wishes: Wishes) -> None:
     told = f"over {wishes.ranks} ranks"
-    if wishes.commit not in ("auto", "hold"):
-        raise ConfigError(f'offload.commit = "{wishes.commit}" {told} is not built; write "auto" or "hold"')
     if wishes.copies > 1:
         raise ConfigError(f"copies = {wishes.copies} of the state on disk {told} are not built; leave copies out")
     if wishes.batch_size < wishes.ranks:

@@ -89,18 +89,29 @@ class Upkeep:
         """Update a unit in place or, with shadow, into its spare; of weights in memory that is a whole second home.
 
         `held`: the host slot that has its weights; copied from there, which is soon free again, and not read again.
+        Weights on disk that all ranks keep whole are updated in that slot, where the other ranks' come to as well.
         """
         owner, routes = self.spec.units[unit], self.placement
         spare = routes.commit == "shadow"
         slot = (f"g{unit}@host",) if not spare or routes.gradients == "disk" else ()
-        for part, cut in enumerate(owner.parts):
-            if part in owner.trained_parts:
-                copy = held and self.copied("p", held, f"p{unit}.{part}@host", unit, part, cut.weight_bytes)
-                self.update(unit, part, slot, spare=spare, weights=copy)
-            elif spare and routes.parameters != "disk":
-                how = ("cpu", "copy") if len(routes.part_route) == 1 else ("d2h", "lower")
-                home = self.home("p", unit, routes.parameters, part)
-                self.copied("p", home, f"w{unit}.{part}@spare", unit, part, cut.weight_bytes, how)
+        if routes.share.spreads and routes.parameters == "disk":
+            whole = held or self.carry("w", ("disk", "host"), unit, owner.weight_bytes)
+            self.in_slot(unit, whole, slot=slot, spare=spare)
+            return
+        for part in owner.trained_parts:
+            copy = held and self.copied("p", held, f"p{unit}.{part}@host", unit, part, owner.parts[part].weight_bytes)
+            self.update(unit, part, slot, spare=spare, weights=copy)
+        if spare and routes.parameters != "disk":
+            self.complete(unit)
+        self.spread(unit, spare=spare)
+
+    def complete(self, unit: int) -> None:
+        """Copy to the spare what is never updated of weights that are kept here."""
+        owner, routes = self.spec.units[unit], self.placement
+        how = ("cpu", "copy") if len(routes.part_route) == 1 else ("d2h", "lower")
+        for part in (k for k in owner.kept_parts if k not in owner.trainable_parts):
+            home, nbytes = self.home("p", unit, routes.parameters, part), owner.parts[part].weight_bytes
+            self.copied("p", home, f"w{unit}.{part}@spare", unit, part, nbytes, how)
 
     def updates(self, units: tuple[int, ...], in_slot: bool = False) -> None:
         """The updates of `units` that are due; behind a step's last, its end (it follows all stores by its lane).
@@ -121,28 +132,46 @@ class Upkeep:
     def due(self, unit: int, in_slot: bool) -> None:
         """The updates of a unit, which are due."""
         owner = self.spec.units[unit]
-        whole = self.carry("w", ("disk", "host"), unit, owner.weight_bytes) if in_slot else ()
+        if in_slot:
+            self.updated[unit] = self.carry("w", ("disk", "host"), unit, owner.weight_bytes)
+            self.in_slot(unit, self.updated[unit], known=(NORM,))
+            return
         for part in owner.trained_parts:
-            self.update(unit, part, known=(NORM,), weights=whole)
-        self.spread(unit, whole)
-        if whole:  # behind all updates: a store of a part reads the slot that the next part's update writes
-            for part in owner.trained_parts:
-                self.put_back("p", whole, self.placement.part_route, unit, part, owner.parts[part].weight_bytes)
-            self.updated[unit] = whole
+            self.update(unit, part, known=(NORM,))
+        self.spread(unit)
 
-    def spread(self, unit: int, slot: tuple[str, ...] = (), filled: bool = False) -> None:
+    def in_slot(
+        self,
+        unit: int,
+        whole: tuple[str, ...],
+        slot: tuple[str, ...] = (),
+        known: tuple[str, ...] = (),
+        spare: bool = False,
+    ) -> None:
+        """Update a unit in the host slot `whole` that has its weights, and put them back from there; see `update`."""
+        owner = self.spec.units[unit]
+        for part in owner.trained_parts:
+            self.update(unit, part, slot, known, whole, spare)
+        self.spread(unit, whole, spare=spare)
+        # Behind all updates: a store of a part reads the slot that the next part's update writes.
+        for part in owner.trained_parts:
+            nbytes = owner.parts[part].weight_bytes
+            self.put_back("p", whole, self.placement.part_route, unit, part, nbytes, spare)
+
+    def spread(self, unit: int, slot: tuple[str, ...] = (), filled: bool = False, spare: bool = False) -> None:
         """Give the weights of this rank's shards to all, and take theirs, where weights are whole at rest.
 
         `slot`: the host slot they were updated in, if they were.  `filled`: frozen sections too, which change only by
-        being filled.
+        being filled.  `spare`: of weights in memory in their spare, of those on disk beside what is valid.
         """
         if not self.placement.share.spreads:
             return
         owner, tier = self.spec.units[unit], self.placement.parameters
+        aside = {"disk": "next"}.get(tier, "spare") if spare else tier
         moving = tuple(range(len(owner.parts))) if filled else owner.trainable_parts
         own = tuple(k for k in moving if k in owner.own_parts)
         others = tuple(k for k in moving if k not in own)
-        mine, theirs = (tuple(f"w{unit}.{k}@{tier}" for k in some) for some in (own, others))
+        mine, theirs = (tuple(f"w{unit}.{k}@{aside}" for k in some) for some in (own, others))
         sized = zip(owner.padded_elements, owner.sections, strict=True)
         whole_bytes = sum(n * ITEM_BYTES[s.dtype] for n, s in sized if s.trainable or filled)
         verb, coming = "spread.w.all" if filled else "spread.w", self.from_others(whole_bytes)
@@ -154,7 +183,8 @@ class Upkeep:
             self.emit("disk_read", "load.own", reads=mine, writes=slot, unit=unit, nbytes=own_bytes)
         self.emit("net", verb, reads=slot, writes=slot, unit=unit, nbytes=coming)
         left_bytes = sum(owner.parts[k].weight_bytes for k in others)
-        self.emit("disk_write", "store.others", reads=slot, writes=theirs, unit=unit, nbytes=left_bytes)
+        verb = "spare.others" if spare else "store.others"
+        self.emit("disk_write", verb, reads=slot, writes=theirs, unit=unit, nbytes=left_bytes)
 
     def from_others(self, nbytes: int) -> int:
         """Of the bytes of all shards, those that come over the net."""

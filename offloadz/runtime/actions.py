@@ -53,9 +53,19 @@ def store_part(room: Room, op: Op) -> None:
 
 def store_spare(room: Room, op: Op) -> None:
     """A part's new state or weights, from a host slot to disk beside what is valid until the step is decided."""
-    extent, slot = room.extents[op.writes[0].replace("@next", "@disk")], room.slots[op.reads[0]]
+    _propose(room, op.writes[0], room.part_at(op.unit, op.part, op.reads[0]))
+
+
+def spare_parts(room: Room, op: Op) -> None:
+    """The same of parts of a unit's weights, from where they lie in a host slot of the unit."""
+    for place in op.writes:
+        _propose(room, place, room.part_in(room.slots[op.reads[0]], place))
+
+
+def _propose(room: Room, place: str, held: Tensor) -> None:
+    extent = room.extents[place.replace("@next", "@disk")]
     room.drive.propose(extent)
-    room.drive.write(extent, slot[: aligned(extent.nbytes)])
+    room.drive.write(extent, held[: aligned(extent.nbytes)])
 
 
 def copy_part(room: Room, op: Op) -> None:
@@ -229,6 +239,7 @@ ACTIONS: dict[str, Callable[[Room, Op], None]] = {
     "spread.w.all": spread_all,
     "load.own": load_parts,
     "store.others": store_parts,
+    "spare.others": spare_parts,
     "scatter.g": scatter_g,
     "sum.g": sum_g,
     "zero.g": zero_g,

@@ -233,8 +233,10 @@ class Room:
         return whole[at : at + aligned(self._part_bytes("g", unit, owner.parts[part]))]
 
     def unit_bytes(self, kind: str, unit: int, place: str) -> Tensor:
-        """The buffer of a whole unit: the slot named by `place`, else its home."""
-        return self.slots[place] if "#" in place else self.homes[kind, unit]
+        """The buffer of a whole unit: the slot named by `place`, its spare, else its home."""
+        if "#" in place:
+            return self.slots[place]
+        return (self.spares if place.endswith("@spare") else self.homes)[kind, unit]
 
     def resting(self, kind: str, unit: int, places: tuple[str, ...]) -> Tensor:
         """The buffer that holds what a rank keeps of a unit, which may be no part at all: a slot, or its home."""
