@@ -107,7 +107,7 @@ def device_of(told: str) -> Callable[[], Any]:
         from offloadz.runtime.rehearsal import Rehearsal
 
         return lambda: Rehearsal(bfloat16=True)
-    from offloadz.runtime.devices import device_named
+    from offloadz.runtime.chosen import device_named
 
     return lambda: device_named(told)
 

@@ -91,7 +91,7 @@ def _device_here(told: str) -> DeviceFacts | None:
 
     if not worth_asking(told):
         return None
-    from offloadz.runtime.devices import facts_named
+    from offloadz.runtime.chosen import facts_named
 
     return facts_named(told)
 

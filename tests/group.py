@@ -1,7 +1,7 @@
 """Several ranks at a time for the tests: forks of a process that has imported everything, under torchrun's variables.
 
-A job is a function of `rank_jobs.py`; each rank calls it with its number and the given arguments.  Nothing of torch has
-run before a fork, so no thread is lost.
+A job is a function of `rank_jobs.py`, or of another file that is named with it; each rank calls it with its number and
+the given arguments.  Nothing of torch has run before a fork, so no thread is lost.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ def free_port() -> int:
 
 
 class Nursery:
-    """The parent of all ranks."""
+    """The parent of all ranks; `devices`: they may see those that torch finds."""
 
-    def __init__(self) -> None:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    def __init__(self, devices: bool = False) -> None:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        environment |= {} if devices else {"CUDA_VISIBLE_DEVICES": ""}
         self.process = subprocess.Popen(
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
@@ -72,12 +73,21 @@ class Nursery:
         self.process.wait(60)
 
 
+def merged(outs: list[Any], key: str) -> dict[str, Any]:
+    """Tensors of which each rank has left its shards, the rest being NaN."""
+    whole: dict[str, Any] = {}
+    for name, values in ((name, values) for out in outs for name, values in out[key].items()):
+        held = whole.setdefault(name, values)
+        whole[name] = held.where(~held.isnan(), values)
+    assert not [name for name, values in whole.items() if values.isnan().any()]
+    return whole
+
+
 def logs(log: Path, ranks: int) -> list[str]:
     return [f"rank {rank}: {Path(f'{log}-{rank}').read_text()}" for rank in range(ranks)]
 
 
 def _be_rank(rank: int, told: dict[str, Any]) -> None:
-    import rank_jobs
     import torch
 
     fd = os.open(f"{told['log']}-{rank}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -88,7 +98,8 @@ def _be_rank(rank: int, told: dict[str, Any]) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(told["port"])}
     status = 1
     try:
-        getattr(rank_jobs, told["job"])(rank, **told["arguments"])
+        module, _, job = told["job"].rpartition(".")
+        getattr(import_module(module or "rank_jobs"), job)(rank, **told["arguments"])
         status = 0
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else 1

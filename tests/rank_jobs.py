@@ -15,6 +15,7 @@ from torch import Tensor
 
 import offloadz
 from offloadz.plan.errors import RankFailed
+from offloadz.runtime.rehearsal import Rehearsal
 
 
 def dealt(batch: dict[str, Any], rank: int) -> dict[str, Any]:
@@ -33,12 +34,14 @@ def train(
     steps: int = 5,
     drop: tuple[int, ...] = (),
     changes: dict[str, Any] | None = None,
+    rehearsed: bool = False,
     **how: Any,
 ) -> None:
     """Some steps, each rank with its rows; losses, norms, weights and moments of its shards are left behind.
 
-    `drop`: ranks whose rows have no targets.
+    `drop`: ranks whose rows have no targets.  `rehearsed`: on a device with memory of its own, each.
     """
+    how |= {"device": Rehearsal()} if rehearsed else {}
     out: dict[str, Any] = {"losses": [], "norms": [], "targets": []}
     sent = _counted()
     with offloadz.offload(tiny(family, **(changes or {})), offloadz.AdamW(lr=1e-3), **how) as run:
@@ -90,12 +93,15 @@ def shards(run: Any) -> dict[str, dict[str, Tensor]]:
     return kinds | {kind: whole_tensors(run, kind) for kind in ("exp_avg", "exp_avg_sq")}
 
 
-def save(rank: int, folder: str, **how: Any) -> None:
-    """Some steps, then a checkpoint and an export."""
+def save(rank: int, folder: str, more: bool = False, **how: Any) -> None:
+    """Some steps, then a checkpoint (and, with `more`, another step and one) and an export."""
     with offloadz.offload(tiny("qwen3"), offloadz.AdamW(lr=1e-3), **how) as run:
         for batch in batches(3):
             run.step(dealt(batch, rank))
         run.save(Path(folder) / "saved")
+        if more:
+            run.step(dealt(batches(1, seed=3)[0], rank))
+            run.save(Path(folder) / "later")
         run.export(Path(folder) / "exported")
         leave(folder, rank, shards(run))
 
@@ -203,44 +209,6 @@ def differ(rank: int, folder: str, **how: Any) -> None:
         except RankFailed as error:
             told = str(error)
     leave(folder, rank, told)
-
-
-class Choosy(torch.nn.Module):
-    """A block with an expert of which rank 0 alone has rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.common, self.expert = torch.nn.Linear(48, 48), torch.nn.Linear(48, 48)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.common(x).tanh()
-        return x + self.expert(x).tanh() if os.environ["RANK"] == "0" else x
-
-
-class Experts(torch.nn.Module):
-    """A model of such blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = torch.nn.ModuleList(Choosy() for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
-def experts(rank: int, folder: str, **how: Any) -> None:
-    """Steps of a model of which rank 1 meets a part only."""
-    out: dict[str, Any] = {"losses": [], "norms": []}
-    with offloadz.offload(Experts(), offloadz.AdamW(lr=1e-2), **how) as run:
-        for step in range(3):
-            x = torch.randn(3, 48, generator=torch.Generator().manual_seed(10 * step + rank))
-            out["losses"].append(float(run.step({"x": x}, loss_fn=lambda model, batch: model(**batch).square().mean())))
-            out["norms"].append(run.report.grad_norm)
-        out["weights"], out["steps"] = weights(run), dict(run.session.steps)
-    leave(folder, rank, out)
 
 
 def leaves(rank: int, folder: str) -> None:

@@ -11,7 +11,7 @@ from types import TracebackType
 from offloadz.bench.compute import Rate
 from offloadz.memory.host import HostPool, needed_bytes
 from offloadz.plan.ops import Op
-from offloadz.runtime.devices import STREAMED, Device
+from offloadz.runtime.devices import BUS, Device
 
 CLOSE_S = 10.0
 BESIDE = 2
@@ -23,11 +23,11 @@ class Bus:
 
     def __init__(self, device: Device, nbytes: int) -> None:
         self._device, self._nbytes = device, nbytes
-        self._pool = HostPool(needed_bytes([nbytes] * len(STREAMED)))
+        self._pool = HostPool(needed_bytes([nbytes] * len(BUS)))
         device.lock(self._pool)
-        self._host = {name: self._pool.take(name, nbytes).zero_() for name in STREAMED}
-        self._card = {name: device.zeros(nbytes) for name in STREAMED}
-        self._lanes = {name: device.worker(name, self._copy, None) for name in STREAMED}
+        self._host = {name: self._pool.take(name, nbytes).zero_() for name in BUS}
+        self._card = {name: device.zeros(nbytes) for name in BUS}
+        self._lanes = {name: device.worker(name, self._copy, None) for name in BUS}
 
     def _copy(self, op: Op) -> None:
         host, card = self._host[op.lane], self._card[op.lane]
@@ -36,7 +36,7 @@ class Bus:
 
     def rate(self, name: str) -> Rate:
         """Bytes/s of the lane `name` while the other one copies too."""
-        ops = [Op(other, "copy", "forward") for other in STREAMED for _ in range(1 if other == name else BESIDE)]
+        ops = [Op(other, "copy", "forward") for other in BUS for _ in range(1 if other == name else BESIDE)]
 
         def work() -> float:
             lane = self._lanes[name]

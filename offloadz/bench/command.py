@@ -26,7 +26,8 @@ from offloadz.plan.errors import ConfigError
 from offloadz.plan.machine import host_limit
 from offloadz.plan.recipes import STATES
 from offloadz.plan.words import human
-from offloadz.runtime.devices import STREAMED, Device, device_named
+from offloadz.runtime.chosen import device_named
+from offloadz.runtime.devices import BUS, Device
 from offloadz.runtime.threads import update_threads
 
 DEFAULT_OUT = Path("machine.toml")
@@ -114,7 +115,7 @@ def _device(device: Device, sizes: Sizes) -> Iterator[Named]:
     yield "gpu", "eager", "flop/s", blocks(*sizes.on_device, torch.bfloat16, device)
     yield "gpu", "bandwidth", "B/s", compute.in_place(sizes.copy_bytes, device)
     with Bus(device, sizes.copy_bytes) as bus:
-        for name in STREAMED:
+        for name in BUS:
             yield "gpu", name, "B/s", bus.rate(name)
     if torch.accelerator.is_available():
         torch.accelerator.empty_cache()  # a plan that is made next counts what is free

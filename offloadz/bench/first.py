@@ -18,7 +18,7 @@ from offloadz.memory.host import give_back
 from offloadz.plan.boxes import bench_file
 from offloadz.plan.errors import ConfigError, DiskFailed
 from offloadz.plan.wishes import question
-from offloadz.runtime.devices import facts_named
+from offloadz.runtime.chosen import facts_named
 
 if TYPE_CHECKING:
     from offloadz.config import Config

@@ -163,21 +163,3 @@ class Copies:
                 else:
                     runs.append((extent.offset, extent.room_bytes))
         return runs
-
-
-def links_match(path: Path, pins: Iterable[Path]) -> bool:
-    """Whether every hard link to a file is known: its own name, and one in each of these directories that has it."""
-    found = path.stat()
-    known = 1
-    for directory in pins:
-        try:
-            known += is_file(directory / path.name, found.st_ino, found.st_dev)
-        except OSError:
-            continue
-    return found.st_nlink == known
-
-
-def is_file(path: Path, inode: int, device: int) -> bool:
-    """Whether `path` is the file with this inode."""
-    there = path.stat()
-    return (there.st_ino, there.st_dev) == (inode, device)

@@ -66,8 +66,9 @@ class DiskTier:
     directory is in use, `DiskFailed` where it cannot be written.
 
     `copies`: of everything in `state/`; above 1 there is a `shadow`, and `adopt` may be state to go on from, with as
-    many directories, and `checkpoints` the directory of those that may hold links to it.  `weights`: how much of an
-    extent each path gets; equal, or those of `adopt`, unless they are set before the first `reserve`.
+    many directories, and `checkpoints` the directory of those that may hold links to it.  `first`: number of the first
+    path among those of all ranks.  `weights`: how much of an extent each path gets; equal, or those of `adopt`, unless
+    they are set before the first `reserve`.
     """
 
     def __init__(
@@ -80,8 +81,9 @@ class DiskTier:
         copies: int = 1,
         adopt: Saved | None = None,
         checkpoints: Path | None = None,
+        first: int = 0,
     ) -> None:
-        self.checksum = checksum
+        self.checksum, self._first = checksum, first
         self.bytes_read = 0
         self.bytes_written = 0
         self._shares: dict[Extent, tuple[Extent, ...]] = {}
@@ -99,7 +101,7 @@ class DiskTier:
         self._together = Together(len(self.paths))
         fds = ChainMap(*(files.fds for files in self.paths))
         places = [files.path for files in self.paths]
-        self.shadow = Shadow(places, copies, fds, adopt, checkpoints) if copies > 1 else None
+        self.shadow = Shadow(places, copies, fds, adopt, checkpoints, first) if copies > 1 else None
         # Also at exit, and when an exception drops the tier; in a forked child it does nothing.
         self._end = weakref.finalize(self, _abandon, self.paths, self.shadow)
         self.notes = [note for files in self.paths for note in _found_notes(files)]
@@ -141,7 +143,7 @@ class DiskTier:
         self._names.add((file, name))
         found = []
         for path, share_bytes in _of_paths(nbytes, self.weights, self._turns[file]):
-            own = file_on(path, file)
+            own = file_on(self._first + path, file)
             found.append(Extent(own, self._ends.get(own, 0), share_bytes, name))
             self._ends[own] = found[-1].offset + aligned(share_bytes)
         self._turns[file] += 1
@@ -179,7 +181,7 @@ class DiskTier:
         self._pending.clear()
 
     def _take(self, ends: Mapping[str, int]) -> None:
-        for number, files in enumerate(self.paths):
+        for number, files in enumerate(self.paths, self._first):
             files.take({file: end for file, end in ends.items() if path_of(file) == number})
 
     def read(self, extent: Extent, buffer: torch.Tensor, nbytes: int | None = None, offset: int = 0) -> None:
@@ -293,7 +295,7 @@ class DiskTier:
         self, operation: str, share: Extent, file: str, buffer: torch.Tensor, offset: int, table: torch.Tensor
     ) -> None:
         try:
-            self.paths[path_of(file)].move(
+            self.paths[path_of(file) - self._first].move(
                 operation, share.label, file, buffer, share.offset + offset, table if self.checksum else None
             )
         except DamagedState:
@@ -302,7 +304,7 @@ class DiskTier:
             raise
 
     def _not_whole(self, share: Extent, file: str, offset: int) -> DamagedState:
-        place = self.paths[path_of(file)].path / file
+        place = self.paths[path_of(file) - self._first].path / file
         return DamagedState(
             f"{share.label}: file {place} at byte {share.offset + offset} was left half-written by"
             " a write that failed (or is still under way); go back to the last checkpoint"

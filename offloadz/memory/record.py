@@ -62,7 +62,11 @@ def record_bytes(
 
 def read_record(path: Path) -> Record:
     """A record; DamagedState says what is wrong with it, FileNotFoundError that there is none."""
-    data = path.read_bytes()
+    return parse_record(path.read_bytes(), path)
+
+
+def parse_record(data: bytes, path: Path) -> Record:
+    """What `record_bytes` was given; `path`: where it is from."""
     if len(data) < len(_MAGIC) + 12 or not data.startswith(_MAGIC):
         raise DamagedState(f"{path} is no record of state, or is cut off")
     if zlib.crc32(data[:-4]) != struct.unpack("<I", data[-4:])[0]:
@@ -84,6 +88,15 @@ def read_record(path: Path) -> Record:
         return Record(told["note"], tuple(choice.tolist()), tables, pins)
     except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, struct.error) as error:
         raise DamagedState(f"{path} is not readable: {error!r}") from error
+
+
+def joined_record(
+    note: Mapping[str, Any], told: Sequence[bytes], pins: Mapping[Path, Sequence[int]], path: Path
+) -> bytes:
+    """The record of all ranks from those that each told of its own copies, in the order of ranks."""
+    records = [parse_record(data, path) for data in told]
+    choice = [copy for record in records for copy in record.choice]
+    return record_bytes(note, choice, [table for record in records for table in record.tables], pins)
 
 
 def put_record(path: Path, data: bytes) -> None:
@@ -145,6 +158,12 @@ class Saved:
     """Of each swap path, by its number; of a checkpoint all the same one, its own."""
     weights: tuple[int, ...]
     """How much of an extent each swap path has."""
+    ranks: tuple[int, ...] = (0,)
+    """Whose each swap path is: several ranks have their own, numbered on."""
+
+    def rank_of(self, extent: Extent) -> int:
+        """Which rank's an extent is."""
+        return self.ranks[path_of(extent.file)]
 
     def where(self, file: str) -> Path:
         """The place of one of its files (of which only the name counts)."""
@@ -173,15 +192,16 @@ def read_saved(directory: Path) -> Saved:
     try:
         extents = tuple(Extent(*place) for place in told["extents"])
         paths = told.get("paths", [[str(directory), 1]])
-        others = [Path(place) if own.exists() else directory for place, _ in paths[1:]]
-        weights = tuple(int(weight) for _, weight in paths)
+        others = [Path(place) if own.exists() else directory for place, *_ in paths[1:]]
+        weights = tuple(int(weight) for _, weight, *_ in paths)
+        ranks = tuple(int(rank[0]) if rank else 0 for _, _, *rank in paths)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedState(f"{path} is not readable: {error!r}") from error
     if len(extents) != len(record.choice) or any(
         extent.num_pieces != len(table) for extent, table in zip(extents, record.tables, strict=True)
     ):
         raise DamagedState(f"{directory}: the record and {path.name} are of different layouts")
-    return Saved(directory, record, extents, told, (directory, *others), weights)
+    return Saved(directory, record, extents, told, (directory, *others), weights, ranks)
 
 
 def read_layout(path: Path) -> dict[str, Any]:

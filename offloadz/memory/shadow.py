@@ -4,6 +4,7 @@
 beside the old one, flushed and renamed over it, and the directory is flushed.  There is one record however many swap
 paths there are: what lies on the others is flushed before it is.  Only then may the copies that were valid
 before be written again.  A kill or a power cut in between leaves the old record or the new one, each with its state.
+Over several ranks see [Note: a flip over ranks] in `peers.py`.
 
 [Note: pinned copies]  A checkpoint is hard links to the files, and which copy of each extent it holds is written down
 beside them.  Such a copy is not written while the checkpoint exists; that it has gone is believed only when the number
@@ -25,14 +26,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from offloadz.memory.copies import NONE, Copies, copy_file, file_and_copy, files_of, is_file, links_match
+from offloadz.memory.copies import NONE, Copies, copy_file, file_and_copy, files_of
+from offloadz.memory.links import cannot_link, is_file, is_named, links_match
+from offloadz.memory.peers import Alone, Peers
 from offloadz.memory.record import (
     FLIP_FILE,
     TABLES_FILE,
     Saved,
     drop_record,
     flush_directory,
-    make_directories,
+    joined_record,
     put_record,
     read_record,
     read_saved,
@@ -52,7 +55,8 @@ class Shadow:
     """The copies of the state in the directories `places` of a tier, one in each swap path, the record in the first.
 
     `fds` are the tier's open files by name.  `adopt`: state to go on from, the run's own or that of a linked
-    checkpoint.  `checkpoints`: where checkpoints of this run lie, whose links count.
+    checkpoint.  `checkpoints`: where checkpoints of this run lie, whose links count.  `first`: number of the first
+    place among those of all ranks.
     """
 
     def __init__(
@@ -62,9 +66,13 @@ class Shadow:
         fds: Mapping[str, int],
         adopt: Saved | None = None,
         checkpoints: Path | None = None,
+        first: int = 0,
     ) -> None:
         self.places, self.path, self.copies, self._fds = places, places[0], Copies(num), fds
-        self.adopt, self._checkpoints = adopt, checkpoints
+        self.adopt, self._checkpoints, self._first = adopt, checkpoints, first
+        self.peers: Peers = Alone()
+        self.record = self.path / STATE / FLIP_FILE
+        """The record, of this rank or of all: the first one's."""
         self.flipped: dict[str, Any] | None = None
         """The note of the last flip."""
         self.keeps = False
@@ -82,7 +90,7 @@ class Shadow:
 
     def where(self, file: str) -> Path:
         """The place of a file of the state."""
-        return self.places[path_of(file)] / file
+        return self.places[path_of(file) - self._first] / file
 
     def files(self, ends: Mapping[str, int]) -> dict[str, int]:
         """Lengths of all files, each of the state's as often as there are copies."""
@@ -101,19 +109,36 @@ class Shadow:
         on with the files it holds open, and says so once.  Raises DiskFailed; the state of the last flip is then still
         valid, if it is there.
         """
+        told = self.peers.beside(self._flushed)
+        self.peers.beside(lambda: self._recorded(note, told))
+        self.copies.flip()
+        self.flipped, self.worth_keeping = note, self.keeps
+
+    def _flushed(self) -> bytes:
+        """A record of this rank's newest copies, which are on the drive; nothing where a file of them was removed."""
         file = ""
         try:
             for file in sorted(self.copies.unflipped):
                 os.fdatasync(self._fds[file])
-            if not self._is_lost():
-                file = f"{STATE}/{FLIP_FILE}"
-                data = record_bytes(note, self.copies.choice(), self.copies.tables(), self.copies.pins)
-                put_record(self.path / file, data)
         except OSError as error:
-            valid = not self._is_lost() and (self.path / STATE / FLIP_FILE).exists()
-            raise _failed(error, "flush", self.where(file), valid) from error
-        self.copies.flip()
-        self.flipped, self.worth_keeping = note, self.keeps
+            raise self._not_flushed(error, self.where(file)) from error
+        return b"" if self._is_lost() else record_bytes({}, self.copies.choice(), self.copies.tables())
+
+    def _recorded(self, note: Mapping[str, Any], told: Sequence[bytes]) -> bytes:
+        """The record written by the first rank; every other one keeps its files from here on, since it may be there."""
+        if not all(told):
+            self.distrust()
+        elif self.peers.rank:
+            self.worth_keeping = self.keeps
+        else:
+            try:
+                put_record(self.record, joined_record(note, told, self.copies.pins, self.record))
+            except OSError as error:
+                raise self._not_flushed(error, self.record) from error
+        return b""
+
+    def _not_flushed(self, error: OSError, path: Path) -> DiskFailed:
+        return _failed(error, "flush", path, not self._is_lost() and self.record.exists())
 
     def propose(self, extent: Extent) -> None:
         """What is written to an extent from now on is read only once it is decided.
@@ -123,9 +148,9 @@ class Shadow:
         """
         if self.copies.at_rest(extent):
             try:
-                drop_record(self.path / STATE / FLIP_FILE)
+                drop_record(self.record)
             except OSError as error:
-                raise _failed(error, "remove", self.path / STATE / FLIP_FILE, True) from error
+                raise _failed(error, "remove", self.record, True) from error
             self.copies.flip()
             self.flipped, self.worth_keeping = None, False
         self.copies.propose(extent)
@@ -133,7 +158,7 @@ class Shadow:
     def _is_lost(self) -> bool:
         """Whether a file of the state is not under its name any more; said once."""
         if not self.lost:
-            self.lost = str(next((path for path, fd in self._held_open() if not _is_named(path, fd)), ""))
+            self.lost = str(next((path for path, fd in self._held_open() if not is_named(path, fd)), ""))
             if self.lost:
                 self.distrust()
                 log.warning(
@@ -166,21 +191,24 @@ class Shadow:
             moved = [str(path) for path in self.copies.pins if not (path / TABLES_FILE).exists()]
             told = f" ({' and '.join(moved)} was moved, and holds one until it is deleted)" if moved else ""
             return f"{len(self.copies.pins)} checkpoints hold copies and {len(self.copies.numbers)} exist{told}"
-        return next(filter(None, (_cannot_link(place, target) for place in self.places)), "")
+        return next(filter(None, (cannot_link(place, target) for place in self.places)), "")
 
     def link_into(self, directory: Path) -> list[str]:
-        """Hard links to the files that hold the newest copies, and their checksums; returns the files' names."""
-        names = []
+        """Hard links to the files that hold the newest copies, and the checksums of all ranks; returns the names."""
+        files = files_of(self.copies.extents, self.copies.choice())
+
+        def linked() -> bytes:
+            for file in files:
+                os.link(self.where(file), directory / file.rpartition("/")[2])
+            return record_bytes({}, self.copies.choice(), self.copies.tables())
+
         try:
-            for file in files_of(self.copies.extents, self.copies.choice()):
-                name = file.rpartition("/")[2]
-                os.link(self.where(file), directory / name)
-                names.append(name)
-            data = record_bytes({}, self.copies.choice(), self.copies.tables())
-            put_record(directory / TABLES_FILE, data)
+            told = self.peers.beside(linked)
+            if not self.peers.rank:
+                put_record(directory / TABLES_FILE, joined_record({}, told, {}, directory))
         except OSError as error:
             raise _failed(error, "link the state", directory, not self._is_lost()) from error
-        return names
+        return [file.rpartition("/")[2] for file in files]
 
     def pin(self, directory: Path) -> None:
         """From now on the newest copies belong to the checkpoint `directory` and are not written."""
@@ -347,33 +375,6 @@ def make_durable(paths: Iterable[Path]) -> None:
     for path in paths:
         for directory in (path / STATE, path, path.parent):
             flush_directory(directory)
-
-
-def _cannot_link(place: Path, target: Path) -> str:
-    """Why a checkpoint at `target` cannot be links to files in `place`, found by trying; empty if it can."""
-    # Not the name of a checkpoint: a kill in here leaves it, and it would be taken for one that is not whole.
-    probe, other = place / "link.bin", target.parent / f".link-{os.getpid()}"
-    try:
-        make_directories(target.parent)
-        probe.touch(mode=0o600)
-        other.unlink(missing_ok=True)
-        os.link(probe, other)
-    except OSError as error:
-        return f"hard links from {place} to {target.parent}: {os.strerror(error.errno or errno.EIO)}"
-    finally:
-        for path in (probe, other):
-            with contextlib.suppress(OSError):
-                path.unlink()
-    return ""
-
-
-def _is_named(path: Path, fd: int) -> bool:
-    """Whether a path still names an open file."""
-    told = os.fstat(fd)
-    try:
-        return is_file(path, told.st_ino, told.st_dev)
-    except OSError:
-        return False
 
 
 def _failed(error: OSError, operation: str, path: Path, valid: bool) -> DiskFailed:

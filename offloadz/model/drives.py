@@ -22,6 +22,7 @@ from offloadz.plan.rooms import drive_of, rooms_of
 from offloadz.plan.search import Plan
 from offloadz.plan.spec import aligned
 from offloadz.plan.words import human
+from offloadz.runtime.ranks import Solo
 from offloadz.runtime.transfer import NativeTransfer, probe_speed, transfer_for
 
 PROBE_BYTES = 128 << 20
@@ -40,15 +41,16 @@ class Drives:
     io: str
     output: str | Path | None
     adopt: Path | None
-    rank: int = 0
-    """Which of several ranks these are for: each has its own directory there."""
+    ranks: Solo
+    """Each has its own directory there."""
 
     def open(self, plan: Plan, copies: int, saved: Saved | None) -> DiskTier:
         """The tier of a plan on these paths.
 
         Raises CannotGoOn where `saved` lies on other paths than these, DoesNotFit where one has no room at all.
         """
-        owner = owner_name(self.output) + (f"/rank-{self.rank}" if self.rank else "")
+        rank, numbers = self.ranks.rank, self.ranks.each(len(self.paths))
+        owner = owner_name(self.output) + (f"/rank-{rank}" if rank else "")
         paths = self.paths if saved is None else _in_its_order(self.paths, saved, owner)
         transfers: list[NativeTransfer] = []
         tier = None
@@ -58,8 +60,11 @@ class Drives:
             (first, *others) = zip(paths, transfers, strict=True)
             tier = DiskTier(
                 *first, *others, checksum=self.checksum, owner=owner, copies=copies, adopt=saved,
-                checkpoints=Path(self.output) / "checkpoints" if self.output else None,
+                checkpoints=Path(self.output) / "checkpoints" if self.output else None, first=sum(numbers[:rank]),
             )  # fmt: skip
+            if tier.shadow is not None:
+                tier.shadow.peers = self.ranks
+                tier.shadow.record = Path(self.ranks.first(str(tier.shadow.record)))
             if others and saved is None:
                 tier.weights = self._weights(paths, transfers, tier, plan)
             return tier

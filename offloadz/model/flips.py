@@ -20,7 +20,7 @@ import torch
 
 from offloadz.memory.record import LAYOUT_FILE, TABLES_FILE, Saved, layout_text, put_record, read_saved, record_bytes
 from offloadz.memory.shadow import Shadow
-from offloadz.model.aside import appearing, flush, require_room, write_text
+from offloadz.model.aside import appearing, flush, write_text
 from offloadz.model.export import RunStock
 from offloadz.model.linked import layout_of
 from offloadz.model.manifest import (
@@ -33,7 +33,8 @@ from offloadz.model.manifest import (
     verify,
     write_manifest,
 )
-from offloadz.model.told import moving_of, static_of, write_buffers
+from offloadz.model.together import appearing_to_all, by_first, together
+from offloadz.model.told import moving_of, random_states, static_of, write_buffers
 from offloadz.plan.errors import CannotGoOn, ConfigError
 from offloadz.plan.footprint import EXTRA_ROOM_BYTES
 from offloadz.plan.spec import ModelSpec
@@ -51,11 +52,15 @@ def begin(run: Any) -> None:
     stock.write_small_files(state / MODEL, None)
     places = [[e.file, e.offset, e.nbytes, e.label] for e in shadow.copies.extents]
     weights = run.session.room.disk.weights
-    paths = [[str(place / "state"), weight] for place, weight in zip(shadow.places, weights, strict=True)]
-    layout = {**layout_of(run.session.spec), "paths": paths, "extents": places, **encode(static_of(stock))}
-    for place, _ in paths:
+    paths = [
+        [str(place / "state"), weight, run.ranks.rank] for place, weight in zip(shadow.places, weights, strict=True)
+    ]
+    told = {"paths": paths, "extents": places}
+    every = {key: [one for own in run.ranks.each(held) for one in own] for key, held in told.items()}
+    layout = {**layout_of(run.session.spec), **every, **encode(static_of(stock))}
+    for place, *_ in paths:
         write_text(Path(place) / LAYOUT_FILE, layout_text(layout))
-    flushed = [Path(place) / name for place, _ in paths for name in (LAYOUT_FILE, "")]
+    flushed = [Path(place) / name for place, *_ in paths for name in (LAYOUT_FILE, "")]
     for path in [*(state / MODEL).iterdir(), state / MODEL, *flushed]:
         flush(path)
     run.session.tell = lambda: told_now(run, stock, run.progress())
@@ -65,7 +70,7 @@ def begin(run: Any) -> None:
 def told_now(run: Any, stock: RunStock, extra: Mapping[str, Any]) -> dict[str, Any]:
     """What is to be known of the run as it is now, as JSON."""
     told: dict[str, Any] = encode({**moving_of(run, extra), "buffers": stock.buffers()})
-    return told
+    return told | {"random_of_ranks": run.ranks.each(encode(random_states()))}
 
 
 def shadow_of(run: Any) -> Shadow | None:
@@ -75,30 +80,37 @@ def shadow_of(run: Any) -> Shadow | None:
 
 
 def cannot_link(run: Any, target: Path, going: tuple[Path, ...] = ()) -> str:
-    """Why a checkpoint at `target` cannot be links; empty if it can."""
+    """Why a checkpoint at `target` cannot be links, on whichever rank; empty if it can."""
     shadow = shadow_of(run)
     if shadow is None:
         return "the state is not on disk in copies"
     if not run.session.room.disk.checksum:
         return "offload.checksum is false, and what is not checked cannot be trusted later"
-    return shadow.can_link(target, going)
+    reason: str = next(filter(None, run.ranks.each(shadow.can_link(target, going))), "")
+    return reason
 
 
 def save_linked(target: Path, run: Any, extra: Mapping[str, Any], order: int) -> Path:
     """A checkpoint of hard links at `target`, whole or not at all; see `state.save_state`."""
-    shadow, stock = shadow_of(run), RunStock(run)
+    shadow, stock, ranks = shadow_of(run), RunStock(run), run.ranks
     if shadow is None:
         raise ValueError("the state is not on disk in copies")
-    require_room(target.parent, EXTRA_ROOM_BYTES, "a checkpoint")
     run.session.settle()
-    if shadow.copies.unflipped:
-        shadow.flip(told_now(run, stock, extra))
-    manifest = {**static_of(stock), **moving_of(run, extra), "order": order}
-    with appearing(target) as scratch:
-        (scratch / MODEL).mkdir(mode=0o700)
-        stock.write_small_files(scratch / MODEL, None)
-        layout = (shadow.path / "state" / LAYOUT_FILE).read_text()
-        _fill(scratch, shadow.link_into(scratch), layout, manifest, stock.buffers())
+    told = told_now(run, stock, extra)
+    if ranks.most(bool(shadow.copies.unflipped)):
+        shadow.flip(told)
+    with appearing_to_all(ranks, target, EXTRA_ROOM_BYTES, "a checkpoint") as scratch:
+        told_names = ranks.each(together(ranks, lambda: shadow.link_into(scratch)))
+
+        def filled() -> None:
+            (scratch / MODEL).mkdir(mode=0o700)
+            stock.write_small_files(scratch / MODEL, None)
+            layout = (shadow.path / "state" / LAYOUT_FILE).read_text()
+            manifest = {**static_of(stock), **decode(told), "order": order}
+            names = [name for own in told_names for name in own]
+            _fill(scratch, names, layout, manifest, manifest.pop("buffers"))
+
+        by_first(ranks, filled)
         shadow.pin(target)  # before the name is there: nobody may write what it holds
     return target
 
@@ -153,7 +165,7 @@ def adoptable(directory: Path, spec: ModelSpec, copies: int) -> Saved:
     saved, wanted = read_saved(directory), layout_of(spec)
     if copies < 2:
         raise CannotGoOn("this run does not keep parameters and optimizer state on disk in copies")
-    for key in ("recipe", "units"):
-        if saved.layout[key] != wanted[key]:
-            raise CannotGoOn(f"the state in {directory} is of another {'recipe' if key == 'recipe' else 'layout'}")
+    for key, what in (("recipe", "recipe"), ("units", "layout"), ("share", "number of ranks, or stage")):
+        if saved.layout.get(key, [1, 0]) != wanted[key]:
+            raise CannotGoOn(f"the state in {directory} is of another {what}")
     return saved

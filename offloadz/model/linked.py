@@ -72,7 +72,8 @@ def layout_of(spec: ModelSpec) -> dict[str, Any]:
         ]
         units.append([unit.name, unit.kind, sections, [[p.section, p.start, p.stop] for p in unit.parts]])
     recipe = spec.recipe
-    return {"recipe": [recipe.state, recipe.rule, recipe.momentum], "units": units}
+    share = [spec.share.ranks, spec.share.stage]
+    return {"recipe": [recipe.state, recipe.rule, recipe.momentum], "units": units, "share": share}
 
 
 def units_of(layout: Mapping[str, Any]) -> list[tuple[Unit, list[Part]]]:
@@ -118,7 +119,9 @@ class SavedState:
         self._held: dict[str, list[tuple[Extent, int, Tensor]]] = {}  # the shares of each
         record = self.saved.record
         for extent, copy, table in zip(self.saved.extents, record.choice, record.tables, strict=True):
-            self._held.setdefault(extent.label, []).append((extent, copy, table))
+            held = self._held.setdefault(extent.label, [])
+            if not held or self.saved.rank_of(held[0][0]) == self.saved.rank_of(extent):  # others may hold the same
+                held.append((extent, copy, table))
         self._fds: dict[str, int] = {}
         self._last: tuple[tuple[int, int], Tensor, dict[str, Tensor]] | None = None
         self._places: dict[str, list[_Place]] = {}

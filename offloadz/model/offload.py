@@ -6,6 +6,7 @@ place.  Nothing of the size of the model is allocated outside what the plan says
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -42,13 +43,16 @@ from offloadz.plan.rooms import apart, rooms_of
 from offloadz.plan.search import Plan, Wishes
 from offloadz.plan.spec import ITEM_BYTES, ModelSpec
 from offloadz.plan.stages import decide_for
-from offloadz.runtime.devices import Device, device_named
+from offloadz.runtime.chosen import device_named
+from offloadz.runtime.devices import Device
 from offloadz.runtime.level import level
 from offloadz.runtime.ranks import Solo, join
 from offloadz.runtime.room import Room
 from offloadz.runtime.session import Session
 from offloadz.runtime.threads import update_threads
 from offloadz.runtime.transfer import check_io
+
+log = logging.getLogger("offloadz")
 
 
 @dataclass(frozen=True)
@@ -141,7 +145,7 @@ def offload(
         **_known(model), copies=copies, baseline_bytes=baseline(kernels),
     )  # fmt: skip
     plan = _settled(plan, drawn.spec, wishes, with_device(probe_machine(), computer.facts), ranks)
-    room = _furnish(drawn.spec, plan, Drives(paths, checksum, io, output, adopt, ranks.rank), computer, ranks)
+    room = _furnish(drawn.spec, plan, Drives(paths, checksum, io, output, adopt, ranks), computer, ranks)
     session, keeping = Session(room, poison=poison, seed=seed), _keeping(drawn.spec, plan, bool(batch_size))
     stage = Stage(session, model, seed + ranks.rank * SEED_STEP, keeping, forwards=forwards)
     run = _stand_in(model, drawn, plan, stage, None if adopt else source_of(model) or ModuleSource(model), updates)
@@ -217,8 +221,8 @@ def _furnish(spec: ModelSpec, plan: Plan, drives: Drives, device: Device, ranks:
     """The room of a plan, its buffers made and its extents reserved or taken over."""
     map_large_blocks()
     check_io(drives.io)
-    if ranks.size > 1 and not plan.placement.unified:
-        raise ConfigError(f"{ranks.size} ranks on GPUs are not built; needed: offload.device = 'cpu', or one rank")
+    if reason := ranks.meet(device.torch):
+        log.warning("tensors cross between ranks through the host, which is slower, to the same bits: %s", reason)
     share = ranks.share(plan.placement.share.stage)
     spec = spec.shared_by(share)
     placement = replace(plan.placement, storage=spec.dtype, accumulate=plan.sweeps > 1, share=share)
@@ -226,6 +230,8 @@ def _furnish(spec: ModelSpec, plan: Plan, drives: Drives, device: Device, ranks:
     if on_disk and not drives.paths:
         raise ConfigError("something is placed on disk and swap is empty; name a directory in offload.swap")
     copies = placement.copies if placement.ending else 1
+    if drives.adopt and ranks.size > 1:
+        raise ConfigError(f"adopt over {ranks.size} ranks is not built; leave it out and read the state with run.load")
     saved = adoptable(drives.adopt, spec, copies if placement.flips else 1) if drives.adopt else None
     disk = drives.open(plan, copies, saved) if on_disk else None
     room = Room(spec, placement, disk, ranks, device=device)

@@ -91,7 +91,8 @@ class Space:
                 phase = max(found.bytes[tier], key=lambda p: found.bytes[tier][p])
                 text = f"{self._named(tier)} has {human(limit)} to use and {phase} needs "
                 lacking.append((found.peak[tier] - limit, text + human(found.peak[tier], up=True)))
-        both, room = found.peak["disk"] + found.peak["checkpoint"], wishes.disk_free
+        shared_bytes = found.peak["checkpoint"] // self.spec.share.ranks  # one for all
+        both, room = found.peak["disk"] + shared_bytes, wishes.disk_free
         if wishes.same_drive and room is not None and both > room:
             text = f"the drive of offload.swap and train.output has {human(room)} and both need {human(both, up=True)}"
             lacking.append((both - room, text))

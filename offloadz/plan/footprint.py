@@ -19,11 +19,8 @@ from typing import Any
 
 from offloadz.plan.alike import once, part_kinds, seats_alike, unit_kinds
 from offloadz.plan.kept import graph_kept_bytes, kept_bytes
-from offloadz.plan.placement import Placement, home_bytes, passing_bytes, slot_bytes
+from offloadz.plan.placement import COMPUTED, Placement, home_bytes, passing_bytes, slot_bytes
 from offloadz.plan.spec import ITEM_BYTES, ModelSpec, Unit, aligned
-
-COMPUTED = ("compute", "shard", "whole")
-"""Tiers of slots that lie in the memory of the device."""
 
 PHASES = ("data", "load", "step", "save", "export")
 TIERS = ("device", "host", "disk", "checkpoint")

@@ -1,6 +1,6 @@
 """A device that was found on this box, as far as the plan is concerned.
 
-Who finds it is above (`runtime/devices.py` asks torch, which this room does not import); here is whether it is worth
+Who finds it is above (`runtime/chosen.py` asks torch, which this room does not import); here is whether it is worth
 asking, and what rates a device has of which the driver tells name and memory.  The trade-off: a card of the catalogue
 is known by its name alone, so a laptop's card of the same name is taken for the desktop's; `offloadz bench` measures.
 """

@@ -17,6 +17,9 @@ from offloadz.plan.spec import ITEM_BYTES, PIECE_BYTES, ModelSpec, Unit, aligned
 
 TIERS = ("device", "host", "disk")
 KINDS = ("parameters", "gradients", "optimizer", "activations")
+COMPUTED = ("compute", "shard", "whole")
+"""Tiers of slots that lie in the memory of the device."""
+
 COMMITS = ("auto", "hold", "shadow", "in_place")
 
 
@@ -56,7 +59,7 @@ class Placement:
     @property
     def flips(self) -> bool:
         """Whether a step ends with a record that makes it the valid state on disk."""
-        return self.copies > 1 and self.state_on_disk and self.commit != "in_place" and self.share.ranks == 1
+        return self.copies > 1 and self.state_on_disk and self.commit != "in_place"
 
     @property
     def ending(self) -> str:

@@ -11,8 +11,8 @@ from dataclasses import replace
 
 from offloadz.plan.change import TO_DISK
 from offloadz.plan.errors import ConfigError
-from offloadz.plan.footprint import EXTRA_ROOM_BYTES, checkpoint_bytes
 from offloadz.plan.machine import COMPUTING, Machine
+from offloadz.plan.predict import NET_RATE
 from offloadz.plan.search import Plan, Wishes, decide
 from offloadz.plan.share import STAGES, Share
 from offloadz.plan.spec import ModelSpec
@@ -35,7 +35,7 @@ def decide_for(spec: ModelSpec, machine: Machine, wishes: Wishes) -> Plan:
             )
         return decide(spec, machine, wishes)
     _refuse(wishes)
-    fair, own = for_each(machine, wishes.ranks), _own(spec, wishes)
+    fair, own = for_each(machine, wishes.ranks), _own(wishes)
     stages = STAGES if wishes.zero_stage == "auto" else (int(wishes.zero_stage),)
     plans = [decide(spec.shared_by(Share(0, wishes.ranks, stage)), fair, own) for stage in stages]
     fitting = [plan for plan in plans if plan.fits]
@@ -57,6 +57,8 @@ def for_each(machine: Machine, ranks: int) -> Machine:
         return machine
     shared = (*SHARED_RATES, "h2d", "d2h", "device", "device_few", *COMPUTING) if machine.unified else SHARED_RATES
     split = {k: r / ranks if k in shared or k.startswith("cpu") else r for k, r in machine.rates.items()}
+    if machine.unified:  # over the loopback device a core moves the bytes, of which there may be fewer than ranks
+        split["net"] = machine.rates.get("net", NET_RATE) * min(1.0, machine.cores / ranks)
     return replace(
         machine,
         host_bytes=machine.host_bytes // ranks,
@@ -67,12 +69,10 @@ def for_each(machine: Machine, ranks: int) -> Machine:
     )
 
 
-def _own(spec: ModelSpec, wishes: Wishes) -> Wishes:
+def _own(wishes: Wishes) -> Wishes:
     """What each rank asks for: its rows, its share of limits and room.  Checkpoints are one for all."""
     ranks, room = wishes.ranks, wishes.disk_free
     rows = -(-wishes.batch_size // ranks)
-    if room is not None and wishes.same_drive:
-        room = max(0, room - ((wishes.keep or 2) + 1) * checkpoint_bytes(spec) - EXTRA_ROOM_BYTES)
     return replace(
         wishes,
         batch_size=rows,
@@ -80,18 +80,13 @@ def _own(spec: ModelSpec, wishes: Wishes) -> Wishes:
         sweeps=min(wishes.sweeps, rows),
         host_memory=None if wishes.host_memory is None else wishes.host_memory // ranks,
         disk_free=None if room is None else room // ranks,
-        same_drive=False,
-        copies=1,
-        linkable=False,
     )
 
 
 def _refuse(wishes: Wishes) -> None:
-    told = f"over {wishes.ranks} ranks"
-    if wishes.copies > 1:
-        raise ConfigError(f"copies = {wishes.copies} of the state on disk {told} are not built; leave copies out")
     if wishes.batch_size < wishes.ranks:
-        raise ConfigError(f"train.batch_size = {wishes.batch_size} {told}; needed: at least a row for each rank")
+        told = f"train.batch_size = {wishes.batch_size} over {wishes.ranks} ranks"
+        raise ConfigError(f"{told}; needed: at least a row for each rank")
 
 
 def _num_on_disk(plan: Plan) -> int:

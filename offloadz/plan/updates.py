@@ -27,7 +27,7 @@ HOPS = {
     ("host", "device"): ("h2d", "raise"),
     ("compute", "host"): ("d2h", "save"),
     ("compute", "device"): ("d2h", "save"),
-    ("host", "shard"): ("h2d", "fetch"),
+    ("host", "shard"): ("h2d", "bring"),
     ("whole", "compute"): ("h2d", "fetch"),
 }
 """Lane and verb of each step of a route."""

@@ -1,6 +1,6 @@
 """What each verb does where the compute device has memory of its own: copies and kernels put into a stream.
 
-The host's verbs (drive and update) are those of `actions.py`; here are the ones of the two streams.  Each runs on the
+The host's verbs (drive and update) are those of `actions.py`; here are the ones of the streams.  Each runs on the
 thread that fills its stream and returns when its work stands there, so none may look at a value.  Copies leave the
 dtype as it is, since a copy that also converts goes through pageable memory and waits; what has to be widened or
 rounded passes through a buffer on the device (`Room.passing`, one for each stream).
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from offloadz.memory.flat import DTYPES, typed
 from offloadz.plan.ops import Op
+from offloadz.runtime import actions
 from offloadz.runtime.actions import ACTIONS, input_bytes
 from offloadz.runtime.room import Room
 
@@ -63,6 +64,24 @@ def fetch_w(room: Room, op: Op) -> None:
         BROUGHT[target.dtype, source.dtype](room, target, source)
 
 
+def bring_w(room: Room, op: Op) -> None:
+    """What this rank keeps of a unit's weights, as it is stored, from where other ranks get it."""
+    kept = room.spec.units[op.unit].weight_bytes
+    room.slots[op.writes[0]][:kept].copy_(room.resting("w", op.unit, op.reads)[:kept], non_blocking=True)
+
+
+def spread_w(room: Room, op: Op) -> None:
+    """See `actions.spread_w`: by the host where the weights are at rest there, once this stream has come so far."""
+    room.device.reach()
+    actions.spread_w(room, op)
+
+
+def spread_all(room: Room, op: Op) -> None:
+    """See `actions.spread_all`; likewise."""
+    room.device.reach()
+    actions.spread_all(room, op)
+
+
 def zero_g(room: Room, op: Op) -> None:
     """A gradient slot set to zero, as far as its unit reaches."""
     room.slots[op.writes[0]][: room.spec.units[op.unit].slope_bytes].zero_()
@@ -72,6 +91,12 @@ def fetch_g(room: Room, op: Op) -> None:
     """An open gradient sum into the gradient slot."""
     for k, slope in room.slopes_of(room.spec.units[op.unit].summed_parts, op.unit, op.writes[0]):
         slope.copy_(room.grad_part(op.unit, k, op.reads[0], torch.float32), non_blocking=True)
+
+
+def seed_g(room: Room, op: Op) -> None:
+    """A gradient slot set to zero but for this rank's open sum: then the sum over ranks has it once."""
+    zero_g(room, op)
+    fetch_g(room, op)
 
 
 def save_g(room: Room, op: Op) -> None:
@@ -117,8 +142,12 @@ MOVES = {f"{verb}.{kind}": move_part for verb in ("lower", "raise") for kind in 
 
 DEVICE_ACTIONS: dict[str, Callable[[Room, Op], None]] = ACTIONS | {
     **MOVES,
+    "bring.w": bring_w,
     "fetch.w": fetch_w,
     "fetch.g": fetch_g,
+    "seed.g": seed_g,
+    "spread.w": spread_w,
+    "spread.w.all": spread_all,
     "fetch.x": fetch_x,
     "zero.g": zero_g,
     "save.g": save_g,

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from offloadz.memory.host import HostPool
-from offloadz.plan.errors import ConfigError, DoesNotFit
+from offloadz.plan.errors import DoesNotFit
 from offloadz.plan.machine import DeviceFacts
 from offloadz.plan.ops import Op
 from offloadz.runtime import native
@@ -31,7 +31,10 @@ from offloadz.runtime.streams import ComputeLane, StreamLane
 
 log = logging.getLogger("offloadz")
 
-STREAMED = ("h2d", "d2h")
+BUS = ("h2d", "d2h")
+"""The ways between host and device."""
+
+STREAMED = (*BUS, "net")
 """Lanes that are streams on a device with memory of its own."""
 
 POISON_S = 0.002
@@ -74,6 +77,9 @@ class Device(Protocol):
 
     def ask(self, value: Tensor) -> Tensor:
         """A tensor on the host, where it can be looked at; waits for the computation that makes it."""
+
+    def reach(self) -> None:
+        """Return when the stream that the calling thread fills has come past all that was put in."""
 
     def hold(self, source: Tensor) -> None:
         """Keep memory of the computation from being used anew before this stream has read it."""
@@ -125,6 +131,9 @@ class Cpu:
 
     def ask(self, value: Tensor) -> Tensor:
         return value.cpu()
+
+    def reach(self) -> None:
+        """Who works has come so far."""
 
     def hold(self, source: Tensor) -> None:
         """A thread that reads holds it."""
@@ -271,6 +280,9 @@ class Accelerator(Cpu):
             return {key: self.bring(item) for key, item in value.items()}
         return type(value)(map(self.bring, value)) if type(value) in (list, tuple) else value
 
+    def reach(self) -> None:
+        torch.accelerator.current_stream(self.torch).synchronize()
+
     def hold(self, source: Tensor) -> None:
         source.record_stream(torch.accelerator.current_stream(self.torch))
 
@@ -328,47 +340,6 @@ def device_generators() -> tuple[torch.Generator, ...]:
     if not torch.accelerator.is_available() or not torch.get_device_module().is_initialized():
         return ()
     return tuple(torch.get_device_module().default_generators)
-
-
-def device_named(told: Any) -> Device:
-    """The device of `offload.device`: "auto" takes the current accelerator if there is one, else the CPU.
-
-    A `Device` is taken as it is.  Raises ConfigError with what was found.
-    """
-    if not isinstance(told, str | torch.device):
-        if hasattr(told, "compute_lane"):
-            return told  # type: ignore[no-any-return]
-        raise ConfigError(f'device = {told!r}; needed: "auto", "cpu", or a device of torch such as "cuda:0"')
-    chosen = _chosen(told)
-    return Cpu() if chosen is None else Accelerator(chosen)
-
-
-def facts_named(told: str) -> DeviceFacts | None:
-    """What the plan is told of `offload.device`; None where the host computes.  Raises as `device_named` does."""
-    chosen = _chosen(told)
-    return None if chosen is None else facts_of(chosen)
-
-
-def _chosen(told: str | torch.device) -> torch.device | None:
-    """The accelerator that is meant; None for the CPU."""
-    here = torch.accelerator.current_accelerator(check_available=True)
-    if str(told) == "cpu" or (told == "auto" and here is None):
-        return None
-    count = torch.accelerator.device_count() if here is not None else 0
-    wanted = _parsed(here if told == "auto" else told)
-    if here is None or wanted is None or wanted.type != here.type or (wanted.index or 0) >= count:
-        found = ", ".join(f"{here.type}:{i}" for i in range(count)) if here is not None else "no accelerator"
-        needed = "auto or cpu" if here is None else "auto, cpu, or one of these"
-        raise ConfigError(f'offload.device = "{told}": torch finds {found} here; needed: {needed}')
-    index = torch.accelerator.current_device_index() if wanted.index is None else wanted.index
-    return torch.device(wanted.type, index)
-
-
-def _parsed(told: str | torch.device | None) -> torch.device | None:
-    try:
-        return torch.device(told)  # type: ignore[arg-type]
-    except RuntimeError:
-        return None
 
 
 def delays(room: Any, lane: int, name: str, seed: int) -> Action:

@@ -1,8 +1,9 @@
 """The other ranks of a run: gather, scatter, sum, agree.  `Solo` answers as a group of one, so nobody asks how many.
 
 Built on torch.distributed and gloo: bytes of the model go through one group, from the `net` lane alone; a second one is
-for the small exchanges of the thread that computes (whose turn it is, sums of losses, rows looked up), so neither waits
-for the other.  [Note: ranks do the same in the same order] Both groups match calls by their order.  That
+for the small exchanges of the thread that computes (whose turn it is, sums of losses, rows looked up), a third one for
+flips, from the lane that writes, so none waits for another.  [Note: ranks do the same in the same order] All groups
+match calls by their order.  That
 order follows from the program, and every turn is agreed before it is taken; who comes with another turn, or not at all,
 ends the run on all ranks.
 
@@ -32,6 +33,7 @@ from torch import Tensor
 
 from offloadz.plan.errors import ConfigError, RankFailed
 from offloadz.plan.share import ALONE, Share
+from offloadz.runtime.ways import Ways
 
 TURN_S = 600.0
 """How long ranks wait for one another at a turn: all have the same blocks, so only the rows differ."""
@@ -65,6 +67,11 @@ class Solo:
     def share(self, stage: int) -> Share:
         """What this rank keeps in a stage of ZeRO."""
         return ALONE if self.size == 1 else Share(self.rank, self.size, stage)
+
+    def meet(self, device: torch.device) -> str:
+        """Make ready for tensors of a device that each rank has its own of; returns why these go through the host, if
+        they do.  Raises ConfigError where two ranks have the same one."""
+        return ""
 
     def gather(self, whole: Tensor, own: Tensor, operation: str) -> None:
         """Fill `whole` with the equal pieces `own` of all ranks, in their order; `own` may be its place in `whole`."""
@@ -102,6 +109,10 @@ class Solo:
         """What rank 0 gives."""
         return self.each(value)[0]
 
+    def beside(self, work: Callable[[], bytes]) -> list[bytes]:
+        """See `memory/peers.py`."""
+        return [work()]
+
     def fail(self, *reached: float) -> None:
         """A call of this rank ended with an error when it had `reached` so much.  Where that is so on all ranks, all go
         on as they were; else this one gives up."""
@@ -119,21 +130,31 @@ class Group(Solo):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one machine, whatever its name resolves to
             _meet()
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        # Gloo whatever else there is: what is exchanged is memory of the host, as ranks on GPUs are refused.
-        self._data, self._talk = (
-            dist.new_group(backend="gloo", timeout=timedelta(seconds=GROUP_S)) for _ in ("data", "talk")
+        # Gloo whatever else there is: for memory of the host, and for what is said.
+        self._data, self._talk, self._flips = (
+            dist.new_group(backend="gloo", timeout=timedelta(seconds=GROUP_S)) for _ in ("data", "talk", "flips")
         )
+        self._ways = Ways(self._data, self.rank, self.size)
         self._given_up = False
         self._pids: list[int] = []
         self._pids = [int(pid) for pid in self.each(os.getpid())]
 
+    def meet(self, device: torch.device) -> str:
+        every = self.each(str(device))
+        if device.type != "cpu" and len(set(every)) < self.size:
+            raise ConfigError(
+                f"{self.size} ranks compute on {', '.join(every)}; needed: one for each, which offload.device = "
+                '"auto" takes by LOCAL_RANK'
+            )
+        return self._ways.meet(device, lambda found: next(filter(None, self.each(found)), ""))
+
     def gather(self, whole: Tensor, own: Tensor, operation: str) -> None:
         with self._during(operation):
-            dist.all_gather_single(whole, own, group=self._data)
+            self._ways.gather(whole, own)
 
     def scatter(self, whole: Tensor, terms: Tensor, operation: str) -> None:
         with self._during(operation):
-            dist.all_to_all_single(terms, whole, group=self._data)
+            self._ways.swap(terms, whole)
         self._summed(terms)
 
     def _summed(self, terms: Tensor) -> Tensor:
@@ -154,8 +175,8 @@ class Group(Solo):
         with self._during(operation):
             for piece in filter(len, (*whole[:even].split(len(terms)), rest)):
                 got = terms[: len(piece)]
-                dist.all_to_all_single(got, piece, group=self._data)
-                dist.all_gather_single(piece, self._summed(got), group=self._data)
+                self._ways.swap(got, piece)
+                self._ways.gather(piece, self._summed(got))
         whole[even:] = rest[: len(whole) - even]
 
     def rows(self, lists: Sequence[Tensor], read: Callable[[Tensor], Tensor], operation: str) -> list[Tensor]:
@@ -164,7 +185,7 @@ class Group(Solo):
             asked = torch.empty(sum(wanted), dtype=torch.int64)
             counts = [len(ids) for ids in lists]
             dist.all_to_all_single(asked, torch.cat(list(lists)), wanted, counts, group=self._talk)
-            found = [read(ids) for ids in asked.split(wanted)]
+            found = [read(ids).cpu() for ids in asked.split(wanted)]
             out = found[0].new_empty((sum(counts), *found[0].shape[1:]))
             dist.all_to_all_single(out, torch.cat(found), counts, wanted, group=self._talk)
             return list(out.split(counts))
@@ -186,12 +207,30 @@ class Group(Solo):
         return all(row[0] for row in self._frames(turn, expected, most_s=TURN_S))
 
     def each(self, value: Any) -> list[Any]:
-        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        lengths = [int(row[0]) for row in self._frames("an exchange of facts", len(data))]
-        padded = torch.zeros(max(lengths), dtype=torch.uint8)
-        padded[: len(data)] = data
-        told = self._table(padded, "an exchange of facts", GROUP_S)
-        return [json.loads(row[:n].numpy().tobytes()) for row, n in zip(told, lengths, strict=True)]
+        told = self._exchanged(json.dumps(value).encode(), "an exchange of facts", self._talk)
+        return [json.loads(data) for data in told]
+
+    def _exchanged(self, data: bytes, operation: str, group: Any) -> list[bytes]:
+        """The bytes of every rank."""
+        lengths = [int(row[0]) for row in self._frames(operation, len(data), group=group)]
+        padded = bytearray(data.ljust(max(lengths), b"\0"))  # by no loop of torch's: a lane has no team of threads
+        told = self._table(torch.frombuffer(padded, dtype=torch.uint8), operation, GROUP_S, group)
+        return [row[:n].numpy().tobytes() for row, n in zip(told, lengths, strict=True)]
+
+    def beside(self, work: Callable[[], bytes]) -> list[bytes]:
+        """In a group of its own: the lane that flips waits for nobody but those of the other ranks."""
+        error: Exception | None = None
+        try:
+            said = b"+" + work()
+        except Exception as found:
+            said, error = b"-" + (str(found) or type(found).__name__).encode(), found
+        told = self._exchanged(said, "a flip of the state on disk", self._flips)
+        if error is not None:
+            raise error
+        for rank, text in enumerate(told):
+            if text[:1] == b"-":
+                raise RankFailed(f"rank {rank}: {text[1:].decode()}")
+        return [text[1:] for text in told]
 
     def fail(self, *reached: float) -> None:
         with suppress(RankFailed):  # the error under way is the one to see
@@ -202,13 +241,13 @@ class Group(Solo):
     def give_up(self) -> None:
         self._given_up = True
 
-    def _frames(self, operation: str, *values: float, most_s: float = GROUP_S) -> list[list[float]]:
+    def _frames(self, operation: str, *values: float, most_s: float = GROUP_S, group: Any = None) -> list[list[float]]:
         """A few figures of every rank.  All frames have one length and say what they are of, so a rank that does
         something else is found out and not misunderstood."""
         key = _key(operation)
         own = torch.zeros(FRAME, dtype=torch.float64)
         own[: 1 + len(values)] = torch.tensor([key, *values], dtype=torch.float64)
-        told = self._table(own, operation, most_s).tolist()
+        told = self._table(own, operation, most_s, group or self._talk).tolist()
         odd = [rank for rank, row in enumerate(told) if row[0] != key]
         if odd:
             self.give_up()
@@ -221,11 +260,11 @@ class Group(Solo):
             )
         return [row[1:] for row in told]
 
-    def _table(self, own: Tensor, operation: str, most_s: float) -> Tensor:
+    def _table(self, own: Tensor, operation: str, most_s: float, group: Any) -> Tensor:
         """The equal small tensors of all ranks, a row each."""
         out = own.new_empty(self.size * own.numel())
         with self._during(operation):
-            work = dist.all_gather_single(out, own, group=self._talk, async_op=True)
+            work = dist.all_gather_single(out, own, group=group, async_op=True)
             work.wait(timedelta(seconds=most_s))
         return out.view(self.size, -1)
 
@@ -272,7 +311,7 @@ def _leave() -> None:
     if _group is not None and not _group._given_up:
         if dist.is_initialized():
             dist.destroy_process_group()
-        del _group._data, _group._talk  # their threads end with the last who holds them
+        del _group._data, _group._talk, _group._flips, _group._ways  # their threads end with the last who holds them
 
 
 def _meet() -> None:
@@ -317,5 +356,6 @@ PIECE = 1 << 14
 
 
 def _add(out: Tensor, a: Tensor, b: Tensor) -> None:
-    for to, x, y in zip(out.split(PIECE), a.split(PIECE), b.split(PIECE), strict=True):
+    piece = PIECE if out.is_cpu else max(1, len(out))
+    for to, x, y in zip(out.split(piece), a.split(piece), b.split(piece), strict=True):
         torch.add(x, y, out=to)

@@ -24,7 +24,7 @@ from offloadz.memory.flat import (
 from offloadz.memory.host import HostPool, needed_bytes
 from offloadz.memory.tier import PIECE_BYTES, Extent
 from offloadz.plan.ops import part_named
-from offloadz.plan.placement import Placement, accumulates, passing_bytes, rests, slot_bytes, spares
+from offloadz.plan.placement import COMPUTED, Placement, accumulates, passing_bytes, rests, slot_bytes, spares
 from offloadz.plan.spec import ModelSpec, Part, Unit, aligned
 from offloadz.runtime.devices import Cpu, Device
 from offloadz.runtime.ranks import Solo
@@ -111,7 +111,7 @@ class Room:
         self._reserve()
         if self.disk is not None:
             for name, slot in self.slots.items():
-                if not name.startswith("compute."):
+                if not self._lies_away(name) and not name.startswith("compute."):
                     self.disk.fix(slot)
 
     def _lay(self, slots: Sizes, homes: Sizes, spares: Sizes) -> HostPool:
@@ -135,7 +135,7 @@ class Room:
 
     def is_away(self, tier: str) -> bool:
         """Whether a tier is memory that the host cannot touch."""
-        return tier in ("device", "compute") and not self.placement.unified
+        return tier in ("device", *COMPUTED) and not self.placement.unified
 
     def home_tier(self, kind: str) -> str:
         """The tier where values of a kind are at rest."""

@@ -51,6 +51,11 @@ class Start:
     cut: Cut | None = None
     """How its plan had cut the batch."""
 
+    @property
+    def num_ranks(self) -> int:
+        """Of how many ranks the state on disk is."""
+        return len(set(self.flip.ranks)) if self.flip else 1
+
     def __str__(self) -> str:
         return f"the state on disk in {self.path}" if self.flip else str(self.path)
 
@@ -72,13 +77,14 @@ def find_start(config: Config, output: Path, say: Callable[[str], None]) -> Star
 
 
 def start_for_all(config: Config, output: Path, say: Callable[[str], None], ranks: Solo) -> Start | None:
-    """`find_start` by rank 0 for all.  Several ranks take no state over as it lies: they read a checkpoint."""
+    """`find_start` by rank 0 for all.  State of several ranks is not taken over as it lies, nor any by several: it is
+    made a checkpoint, by links, and read."""
     found: list[Start | None] = []
 
     def look() -> None:
         start = find_start(config, output, say)
-        if start is not None and start.linked and ranks.size > 1:
-            start = instead_of(start, "several ranks read it", config, config.train.keep or 2, say)
+        if start is not None and start.linked and max(ranks.size, start.num_ranks) > 1:
+            start = instead_of(start, "it is of several ranks or for several", config, config.train.keep or 2, say)
         found.append(start)
 
     by_first(ranks, look)

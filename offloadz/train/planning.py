@@ -25,7 +25,7 @@ from offloadz.plan.search import Plan
 from offloadz.plan.vocabulary import table_rows, tokenizer_missing
 from offloadz.plan.wishes import question
 from offloadz.plan.words import counted, human, lasting
-from offloadz.runtime.devices import facts_named
+from offloadz.runtime.chosen import facts_named
 from offloadz.runtime.level import level
 from offloadz.runtime.ranks import Solo
 from offloadz.runtime.threads import MAX_THREADS, update_threads

@@ -73,9 +73,9 @@ def test_ranks_have_the_bits_of_hold(
 def test_what_only_one_rank_has_met_is_updated_on_all(nursery: Nursery, tmp_path: Path, stage: int) -> None:
     """An expert without rows on rank 1, whose shards of it that rank updates all the same."""
     how = {"zero_stage": stage, "max_grad_norm": 0}
-    held = nursery.run(2, "experts", tmp_path / "held", commit="hold", **how)
+    held = nursery.run(2, "rank_trials.experts", tmp_path / "held", commit="hold", **how)
     assert held[1]["steps"]["blocks.1.expert.weight"] == 3
     for commit in ("shadow", "in_place"):
-        found = nursery.run(2, "experts", tmp_path / commit, commit=commit, **how)
+        found = nursery.run(2, "rank_trials.experts", tmp_path / commit, commit=commit, **how)
         assert_alike(found, held)
         assert [out["steps"] for out in found] == [out["steps"] for out in held]

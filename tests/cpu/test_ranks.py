@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from group import Nursery, free_port
+from group import Nursery, free_port, merged
 from tiny_models import Outcome, assert_close, batches, start_of, tiny, train
 
 import offloadz
@@ -39,17 +39,6 @@ def solo(family: str, rows: int, micro: int, sweeps: int) -> Outcome:
     how = {"micro_batch_size": micro, "sweeps": sweeps}
     with offloadz.offload(tiny(family), offloadz.AdamW(lr=1e-3), **how) as run:
         return train(run, batches(5, rows))
-
-
-def merged(outs: list[dict[str, Any]], key: str) -> dict[str, torch.Tensor]:
-    """Tensors of which each rank has left its shards."""
-    whole: dict[str, torch.Tensor] = {}
-    for out in outs:
-        for name, values in out[key].items():
-            held = whole.setdefault(name, values)
-            whole[name] = torch.where(held.isnan(), values, held)
-    assert not [name for name, values in whole.items() if values.isnan().any()]
-    return whole
 
 
 CASES = [

@@ -3,7 +3,7 @@
 Windows of 1x8, 2x4, 4x2 and 8x1 (micro-batches x rows) inside `run.step`, in sweeps, and as several `run.backward`
 before one `run.update`; gradients in memory and on disk, clipping off and on.  All have the norm, the loss and the
 weights of the plain loop on the whole batch, within section 8 of the design.  Samples have 1 to 40 targets, so a mean
-of means would be far off.  The ZeRO stages of this case come with several ranks, which are not built (issue 8).
+of means would be far off.  Several ranks: `test_rank_kinds.py`.
 """
 
 from __future__ import annotations
@@ -12,32 +12,18 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
 from reference import Trace, plain_run
-from tiny_models import VOCABULARY, Outcome, assert_close, assert_same_bits, sliced, start_of, tiny, train, weights
+from samples import NUM_TARGETS, samples
+from tiny_models import Outcome, assert_close, assert_same_bits, sliced, start_of, tiny, train, weights
 from torch import Tensor
 
 import offloadz
 from offloadz.model.run import Run
 
-NUM_TARGETS = (1, 40, 3, 17, 28, 2, 9, 35)
 WINDOWS = (1, 2, 4, 8)
 """Micro-batches of a step."""
 LIMITS = {"off": 0.0, "on": 0.5}
 NUM_STEPS = 3
-
-
-def samples(num_targets: tuple[int, ...] = NUM_TARGETS, length: int = 44) -> dict[str, Tensor]:
-    """One row a sample: a prompt of three tokens without targets, then so many targets, then padding."""
-    source = torch.Generator().manual_seed(3)
-    ids = torch.randint(0, VOCABULARY, (len(num_targets), length), generator=source)
-    at = torch.arange(length)
-    ends = torch.tensor(num_targets)[:, None] + 3
-    return {
-        "input_ids": ids,
-        "attention_mask": (at < ends).long(),
-        "labels": torch.where((at >= 3) & (at < ends), ids, -100),
-    }
 
 
 STEPS = [samples()] * NUM_STEPS

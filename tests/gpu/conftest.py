@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from offloadz.runtime.devices import device_named
+from offloadz.runtime.chosen import device_named
 from offloadz.runtime.rehearsal import Rehearsal
 
 

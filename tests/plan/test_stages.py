@@ -10,13 +10,13 @@ from offloadz.plan.footprint import Batch
 from offloadz.plan.machine import TYPICAL_DEVICE_RATES, TYPICAL_RATES, Drive, Machine
 from offloadz.plan.ops import Program
 from offloadz.plan.placement import Placement
-from offloadz.plan.predict import Costs, step_program
+from offloadz.plan.predict import NET_RATE, Costs, step_program
 from offloadz.plan.search import Wishes, decide
 from offloadz.plan.shapes import ParamInfo, TableInfo, make_spec
 from offloadz.plan.share import Share
 from offloadz.plan.shared import Sharing, shared_s
 from offloadz.plan.spec import PAGE_BYTES, ModelSpec, aligned
-from offloadz.plan.stages import decide_for
+from offloadz.plan.stages import decide_for, for_each
 from offloadz.plan.words import human
 
 WIDTH, LAYERS = 1024, 8
@@ -108,3 +108,25 @@ def test_what_comes_from_other_ranks_passes_memory_over_the_loopback_device_alon
     assert with_net["memory"] - without["memory"] == pytest.approx(net_s * demand["memory"] / 1e10)
     if unified:
         assert with_net["cores"] - without["cores"] == pytest.approx(net_s * demand["cores"] / costs.cores)
+
+
+def test_more_ranks_than_cores_exchange_slower() -> None:
+    """Over the loopback device a core moves the bytes; between GPUs none does."""
+    box = replace(machine(64), cores=2)
+    assert for_each(box, 2).rates["net"] == NET_RATE and for_each(box, 4).rates["net"] == NET_RATE / 2
+    assert "net" not in for_each(replace(box, unified=False), 4).rates
+
+
+def test_copies_of_all_ranks_have_to_fit_beside_one_set_of_checkpoints() -> None:
+    """Three where checkpoints can be links, else two and checkpoints that are written out, else one."""
+    disk = dict.fromkeys(("parameters", "gradients", "optimizer"), "disk")
+    asked = Wishes(4, 128, **disk, swap=True, ranks=2, zero_stage=3, copies=0, keep=0, linkable=True, same_drive=True)
+    roomy = decide_for(spec(), machine(64), replace(asked, disk_free=1 << 50))
+    assert roomy.linked and roomy.placement.copies == 3
+    for copies, linked in ((3, True), (2, False), (1, False)):
+        asked = replace(asked, linkable=linked)
+        like = decide_for(spec(), machine(64), replace(asked, copies=copies, disk_free=1 << 50))
+        both = 2 * like.peak["disk"] + like.peak["checkpoint"]
+        found = decide_for(spec(), machine(64), replace(asked, disk_free=int(both * 1.001)))
+        assert found.fits and (found.placement.copies, found.linked) == (copies, linked), copies
+        assert not decide_for(spec(), machine(64), replace(asked, copies=copies, disk_free=int(both * 0.999))).fits
