@@ -1,9 +1,10 @@
 """The stand-in of a block: the one seam with autograd.
 
 Forward: fetch the flat weights and run the block on each micro-batch, either with its graph, which waits for the
-backward (`graphs.py`), or without one, and only the input is kept.  Backward: fetch again, run with a graph where none
-was kept, let autograd add the weight gradients into the flat gradient slot.  The block's class, its place in the model
-and the model's own `forward` stay, so masks and rotary tables made there go on working.
+backward (`graphs.py`), or without one, and only the input is kept, with the results of its products where these have
+room (`products.py`).  Backward: fetch again, run with a graph where none was kept, let autograd add the weight
+gradients into the flat gradient slot.  The block's class, its place in the model and the model's own `forward` stay, so
+masks and rotary tables made there go on working.
 
 The trade-off: a block that keeps no graph runs forward twice (a third more products), and in exchange only one such
 block's graph exists at any time, for one micro-batch.
@@ -12,6 +13,7 @@ block's graph exists at any time, for one micro-batch.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -22,9 +24,11 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from offloadz.model.axes import Axes, Probe, Seen, Shapes, compared, one_more_row, shapes_of
 from offloadz.model.body import Body
 from offloadz.model.graphs import Graph, Saved, refuse_again
+from offloadz.model.products import Products
 from offloadz.model.recorded import aside, hand_on, recorded_now
 from offloadz.model.stage import Stage
 from offloadz.plan.errors import ConfigError
+from offloadz.plan.left import GRAPH, PRODUCTS
 from offloadz.plan.ops import Op
 from offloadz.plan.steps import Turn
 
@@ -158,14 +162,14 @@ class BlockSeat:
     def forward(self, call: Call, graded: bool) -> tuple[Any, ...]:
         """Run every micro-batch without a graph; returns the output leaves for all rows."""
         session = self.stage.session
-        kept = graded and self.stage.keeps(self.index, call.hidden)
+        kept = self.stage.leaves(self.index, call.hidden) if graded else ""
         call.turn, call.begun = session.begin("forward", self.index, len(call.ranges), graded, kept=kept), session.begun
         outs: list[Any] = []
-        run = self._unfold if kept else self._run
+        run = {GRAPH: self._unfold, PRODUCTS: self._make}.get(kept, self._run)
         for micro in range(len(call.ranges)):
             session.compute(lambda op, micro=micro: run(op, call, micro, outs))  # type: ignore[misc]
         if kept:
-            self.stage.learn(self.index, call.hidden, call.turn.call)
+            self.stage.learn(call.turn, call.hidden)
         if graded:
             call.release()
         return tuple(outs)
@@ -195,6 +199,21 @@ class BlockSeat:
         with saved.hooks():
             graph, leaves = self._graph(call, micro, hidden, saved)
         self.stage.session.room.graphs[call.turn.call, micro] = graph
+        self._gather(call, micro, leaves, outs)
+
+    def _make(self, op: Op, call: Call, micro: int, outs: list[Any]) -> None:
+        """A micro-batch whose input is kept, and the results of its products, behind which its graph is let go."""
+        hidden = call.cut(call.hidden, call.hidden_at, micro).contiguous().detach()
+        room, key = self.stage.session.room, (call.turn.call, micro)
+        room.lay_input(*key, hidden)
+        slot = room.slots.get(op.writes[0])
+        saved = Saved(self.name, room.weights(self.unit, op.reads[0]), hidden)
+        products = Products(self.name, self.stage.device.generators(), slot)
+        with products.recording():
+            _, leaves = self._graph(call, micro, hidden, saved)
+        room.graphs[key] = products
+        if slot is not None:
+            room.lay_home(f"y{key[0]}.{micro}@host", min(products.nbytes, slot.numel()))
         self._gather(call, micro, leaves, outs)
 
     def _graph(self, call: Call, micro: int, hidden: Tensor, saved: Saved) -> tuple[Graph, list[Any]]:
@@ -242,7 +261,8 @@ class BlockSeat:
         """The backward of a micro-batch: through the graph that was kept, or through one that is made anew."""
         room = self.stage.session.room
         sections = room.weights(self.unit, op.reads[0])
-        graph = room.graphs.pop((call.turn.call, micro)) if call.turn.kept else self._again(op, call, micro, sections)
+        kept = call.turn.kept == GRAPH
+        graph = room.graphs.pop((call.turn.call, micro)) if kept else self._again(op, call, micro, sections)
         if self.trainable:
             self.body.aim(graph.leaves, room.slopes(self.unit, op.reads[-1]))
         graph.backward(sections, [self._cut_grad(call, index, micro, grad) for index, grad in enumerate(grads)])
@@ -250,11 +270,15 @@ class BlockSeat:
             self._put_back(call, micro, graph.hidden, back)
 
     def _again(self, op: Op, call: Call, micro: int, sections: list[Tensor]) -> Graph:
-        """The graph of a micro-batch from its saved input."""
-        room = self.stage.session.room
-        hidden = room.saved_input(call.turn.call, micro, op.reads[-2 if self.trainable else -1])
-        graph, _ = self._graph(call, micro, hidden, Saved(self.name, sections, hidden))
-        room.live.pop((call.turn.call, micro), None)
+        """The graph of a micro-batch from its saved input, and from results of its products as far as they were
+        kept."""
+        room, key = self.stage.session.room, (call.turn.call, micro)
+        *_, results, place = op.reads[:-1] if self.trainable else op.reads
+        hidden = room.saved_input(*key, place)
+        products = room.graphs.pop(key, None)
+        with products.answering(room.slots.get(results)) if products is not None else nullcontext():
+            graph, _ = self._graph(call, micro, hidden, Saved(self.name, sections, hidden))
+        room.live.pop(key, None)
         return graph
 
     def _cut_grad(self, call: Call, index: int, micro: int, grad: Tensor | None) -> Tensor | None:

@@ -12,7 +12,7 @@ runs twice: three quarters of the time of a step that recomputes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
+from offloadz.model.products import Products
+from offloadz.plan.left import GRAPH, PRODUCTS
 from offloadz.runtime.session import Session
 
 
@@ -115,24 +117,43 @@ class Graph:
 
 
 class Keeping:
-    """Which turns keep their graph: those behind which, up to the end of the model, there is room for all.
+    """What turns leave for their backward: their graph where there is room for those of all seats behind them too, else
+    the results of their products where there is room for theirs, else their input alone.
 
-    So the last seats keep theirs, whose graphs live shortest, and blocks before them recompute when nothing is kept any
+    So the last seats keep their graph, which live shortest, and blocks before them recompute when nothing is kept any
     more.  `room_bytes`: what graphs may take together.  `each`: per seat the bytes of its graph for one position of its
-    input, as planned; what a forward really kept takes its place.
+    input, as planned; what a forward really kept takes its place.  `products`: the same of results, of seats that may
+    keep them; `products_room_bytes`: what these may take, of the same room as graphs if it is `shared`.
     """
 
-    def __init__(self, room_bytes: int, each: Sequence[float]) -> None:
-        self.room_bytes, self._each = room_bytes, list(each)
+    def __init__(
+        self,
+        room_bytes: int,
+        each: Sequence[float],
+        products_room_bytes: int = -1,
+        products: Mapping[int, float] | None = None,
+        shared: bool = True,
+    ) -> None:
+        self.room_bytes, self.products_room_bytes, self.shared = room_bytes, products_room_bytes, shared
+        self._each, self._products = list(each), [(products or {}).get(seat, 0.0) for seat in range(len(each))]
+        self._able = frozenset(products or ())
 
-    def keeps(self, seat: int, hidden: Tensor, held_bytes: int) -> bool:
-        """Whether there is room for the graphs of this seat and all behind it, beside those that are held."""
-        return held_bytes + _positions(hidden) * sum(self._each[seat:]) <= self.room_bytes
+    def leaves(self, seat: int, hidden: Tensor, held: Iterable[Any]) -> str:
+        """What the turn of this seat leaves beside its input, where others have left what is `held`."""
+        taken = {GRAPH: 0, PRODUCTS: 0}
+        for one in held:
+            taken[PRODUCTS if isinstance(one, Products) and not self.shared else GRAPH] += one.nbytes
+        positions, results_bytes = _positions(hidden), taken[GRAPH if self.shared else PRODUCTS]
+        if taken[GRAPH] + positions * sum(self._each[seat:]) <= self.room_bytes:
+            return GRAPH
+        fit = results_bytes + positions * sum(self._products[seat:]) <= self.products_room_bytes
+        return PRODUCTS if fit and seat in self._able else ""
 
-    def learn(self, seat: int, hidden: Tensor, nbytes: int) -> None:
-        """What the graph of this seat took for this input."""
-        found, before = nbytes / max(1, _positions(hidden)), self._each[seat]
-        self._each = [found if each == before else each for each in self._each]  # seats of one shape are alike
+    def learn(self, seat: int, hidden: Tensor, left: str, nbytes: int) -> None:
+        """What the graph of this seat, or its results of products, took for this input."""
+        planned = self._each if left == GRAPH else self._products
+        found, before = nbytes / max(1, _positions(hidden)), planned[seat]
+        planned[:] = [found if each == before else each for each in planned]  # seats of one shape are alike
 
 
 def refuse_again(name: str, session: Session, begun: int) -> None:

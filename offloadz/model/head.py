@@ -93,7 +93,7 @@ class HeadSeat:
         add_slope(tile, piece, hidden)
         back += piece @ tile.weight
 
-    def begin(self, verb: str, graded: bool, call: int = -1, kept: bool = False) -> Turn:
+    def begin(self, verb: str, graded: bool, call: int = -1, kept: str = "") -> Turn:
         return self.stage.session.begin(verb, self.index, 1, graded, call, kept)
 
     def opened(self, op: Op, with_slope: bool) -> Tile:
@@ -314,7 +314,7 @@ class _TokenLogprobs(torch.autograd.Function):
         head.check(hidden)
         targets = _Targets(head.stage, hidden, labels, seat.num_words)
         flat = hidden.reshape(-1, hidden.shape[-1])
-        kept = graded and head.stage.keeps(seat.index, hidden)
+        kept = head.stage.leaves(seat.index, hidden) if graded else ""
         turn, begun = seat.begin("forward", graded, kept=kept), head.stage.session.begun
         top = [torch.full((len(c),), float("-inf"), device=hidden.device) for c in targets.chunks]
         total = [torch.zeros(len(c), device=hidden.device) for c in targets.chunks]
@@ -324,7 +324,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 lambda op: _reduce(head.scores(op, turn, flat, targets), targets, top, total, hit)
             )
         if kept:
-            head.stage.learn(seat.index, hidden, turn.call)
+            head.stage.learn(turn, hidden)
         norms = [t + s.log() for t, s in zip(top, total, strict=True)]
         out = torch.zeros(labels.numel(), device=hidden.device)
         for chunk, h, norm in zip(targets.chunks, hit, norms, strict=True):

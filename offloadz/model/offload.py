@@ -35,13 +35,15 @@ from offloadz.model.stage import Stage
 from offloadz.model.tables import TableSeat
 from offloadz.model.weights import names_of, source_of
 from offloadz.plan.errors import ConfigError, DoesNotFit
-from offloadz.plan.footprint import baseline, score_copies
+from offloadz.plan.footprint import baseline, saved_bytes, score_copies
 from offloadz.plan.kept import SLACK, UNLIMITED, graph_token_bytes, kept_bytes
+from offloadz.plan.left import product_seats
 from offloadz.plan.machine import Machine, compute_dtype, probe_machine, with_device
 from offloadz.plan.placement import KINDS
+from offloadz.plan.products import check_cheap, micro_products_bytes, product_token_bytes, products_bytes
 from offloadz.plan.rooms import apart, rooms_of
 from offloadz.plan.search import Plan, Wishes
-from offloadz.plan.spec import ITEM_BYTES, ModelSpec
+from offloadz.plan.spec import ModelSpec
 from offloadz.plan.stages import decide_for
 from offloadz.runtime.chosen import device_named
 from offloadz.runtime.devices import Device
@@ -119,7 +121,7 @@ def offload(
     (the same, nothing kept: no clipping, an error ends the run).  `device`: what computes, auto | cpu | one of torch's
     (auto: the current accelerator, else the CPU), or a `Device`.  `host_memory`, `device_memory`: most bytes, a number
     or "48GiB".  `keep_float32`, `freeze`: name patterns.  `threads`: of updates.  `recompute`: blocks that run again in
-    the backward, auto (where their graphs have no room) | all | none.  `seed`: of dropout and stochastic rounding.
+    the backward, auto (where their graphs have no room) | all | none | cheap.  `seed`: of dropout and rounding.
     `poison`: see docs.  `copies`: of parameters and optimizer state where both are on disk; from 2 on a step is there
     whole or not, from 3 on `run.save` makes hard links to one.  `adopt`: a directory of such state to take over instead
     of weights (CannotGoOn where it does not fit as it lies).  `checksum`: CRC32C of every MiB there.  `io`: auto |
@@ -135,6 +137,7 @@ def offload(
     updates = RunUpdates(optimizer or AdamW(), update_threads(threads)[0], max_grad_norm, seed)
     drawn = outline(model, stored, updates.settings.recipe, **kept)
     paths, computer = apart([swap] if isinstance(swap, str | Path) else swap), device_named(device)
+    check_cheap(recompute if plan is None else plan.recompute, kernels)
     forwards = forwards_of(kernels, model, computer)
     wishes = Wishes(
         batch_size=batch_size or max(1, micro_batch_size) * max(1, sweeps) * ranks.size, max_length=max_length or 512,
@@ -162,14 +165,20 @@ def _sized(run: Run, micro_rows: int, sweeps: int, rows_known: bool, all_known: 
 
 
 def _keeping(spec: ModelSpec, plan: Plan, known: bool) -> Keeping:
-    """Which graphs are kept: those of the plan, as long as they take what it says.  Of batches that are not `known`
+    """What is kept of forwards: what the plan says, as long as it takes what it says.  Of batches that are not `known`
     what half the room takes, since all else grows with them too."""
-    room_bytes = plan.graph_room_bytes
-    if room_bytes < UNLIMITED:
-        planned = int(SLACK * kept_bytes(spec, plan.placement, plan.batch))
-        room_bytes = min(room_bytes, planned) if known else room_bytes // 2
-    each = {seat: graph_token_bytes(spec, seat, plan.placement, plan.batch) for seat in spec.unfolding_seats}
-    return Keeping(room_bytes, [each.get(seat, 0.0) for seat in range(len(spec.seats))])
+    where, batch = plan.placement, plan.batch
+    graphs, results = kept_bytes(spec, where, batch), products_bytes(spec, where, batch)
+    shared = len(where.products_route) == 1
+    planned = (graphs + results,) * 2 if shared else (graphs, results)
+    rooms = [
+        room if room == UNLIMITED else min(room, int(SLACK * taken)) if known else room // 2
+        for room, taken in zip((plan.graph_room_bytes, plan.products_room_bytes), planned, strict=True)
+    ]
+    each = {seat: graph_token_bytes(spec, seat, where, batch) for seat in spec.unfolding_seats}
+    able = product_seats(spec, len(spec.seats), 0 if shared else where.kept) if where.cheap else ()
+    products = {seat: product_token_bytes(spec, seat, where) for seat in able}
+    return Keeping(rooms[0], [each.get(seat, 0.0) for seat in range(len(spec.seats))], rooms[1], products, shared)
 
 
 def _settled(plan: Plan | None, spec: ModelSpec, wishes: Wishes, machine: Machine, ranks: Solo) -> Plan:
@@ -201,7 +210,7 @@ def _check_agrees(plan: Plan, wishes: Wishes) -> None:
     told = {kind: (getattr(wishes, kind), getattr(plan.placement, kind)) for kind in KINDS}
     told |= {"slots": (wishes.slots or plan.slots, plan.slots), "sweeps": (wishes.sweeps or plan.sweeps, plan.sweeps)}
     told["commit"] = (wishes.commit, plan.commit)
-    told["recompute"] = (wishes.recompute, {UNLIMITED: "none", -1: "all"}.get(plan.graph_room_bytes, "auto"))
+    told["recompute"] = (wishes.recompute, plan.recompute)
     told["zero_stage"] = (wishes.zero_stage, plan.placement.share.stage)
     told["copies"] = (wishes.copies if wishes.copies > 1 else plan.placement.copies, plan.placement.copies)
     for name, (wished, planned) in told.items():
@@ -236,7 +245,8 @@ def _furnish(spec: ModelSpec, plan: Plan, drives: Drives, device: Device, ranks:
     disk = drives.open(plan, copies, saved) if on_disk else None
     room = Room(spec, placement, disk, ranks, device=device)
     try:
-        room.build(plan.batch.tokens_per_micro * spec.hidden_size * ITEM_BYTES[placement.compute])
+        results_bytes = int(SLACK * micro_products_bytes(spec, placement, plan.batch))
+        room.build(saved_bytes(spec, placement, plan.batch), results_bytes)
     except BaseException:
         room.close()
         raise

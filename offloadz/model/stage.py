@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from offloadz.model.body import Body
 from offloadz.model.graphs import Keeping
 from offloadz.plan.errors import ConfigError
+from offloadz.plan.steps import Turn
 from offloadz.runtime.devices import Device
 from offloadz.runtime.session import Session
 
@@ -158,15 +159,14 @@ class Stage:
                     " with it trained and freeze it by requires_grad_(False) for as long as you like, or offload anew"
                 )
 
-    def keeps(self, seat: int, hidden: Tensor) -> bool:
-        """Whether the turn of a seat with this input keeps its graph."""
-        held_bytes = sum(graph.nbytes for graph in self.session.room.graphs.values())
-        return self.keeping.keeps(seat, hidden, held_bytes)
+    def leaves(self, seat: int, hidden: Tensor) -> str:
+        """What the turn of a seat with this input leaves for its backward (`Turn.kept`)."""
+        return self.keeping.leaves(seat, hidden, self.session.room.graphs.values())
 
-    def learn(self, seat: int, hidden: Tensor, call: int) -> None:
-        """What the graphs of a turn took, for the turns to come."""
-        graphs = self.session.room.graphs
-        self.keeping.learn(seat, hidden, sum(graph.nbytes for key, graph in graphs.items() if key[0] == call))
+    def learn(self, turn: Turn, hidden: Tensor) -> None:
+        """What a turn left, for the turns to come."""
+        nbytes = sum(left.nbytes for (call, _), left in self.session.room.graphs.items() if call == turn.call)
+        self.keeping.learn(turn.seat, hidden, turn.kept, nbytes)
 
     @property
     def rows(self) -> int:

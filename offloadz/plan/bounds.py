@@ -13,10 +13,12 @@ from math import inf
 
 from offloadz.plan.alike import once, seats_alike, unit_kinds
 from offloadz.plan.footprint import Batch, num_saved, saved_bytes
+from offloadz.plan.left import GRAPH, PRODUCTS, left_by
 from offloadz.plan.machine import Machine
 from offloadz.plan.ops import Op
 from offloadz.plan.placement import Placement
 from offloadz.plan.predict import Costs, inside
+from offloadz.plan.products import products_bytes
 from offloadz.plan.shared import DISK_PASSES
 from offloadz.plan.spec import ModelSpec
 
@@ -104,8 +106,9 @@ def work_of(spec: ModelSpec, placement: Placement, batch: Batch) -> tuple[Work, 
     forward["disk_write"] += (placement.activations == "disk") * saved
     backward["disk_read"] += (placement.activations == "disk") * saved
     if placement.activations != "device" and not placement.unified:
-        forward["d2h"] += saved
-        backward["h2d"] += saved
+        results = batch.sweeps * products_bytes(spec, placement, batch)
+        forward["d2h"] += saved + results
+        backward["h2d"] += saved + results
     return forward, backward
 
 
@@ -140,7 +143,17 @@ def _seconds(work: Work, costs: Costs) -> dict[str, float]:
 
 def _device_s(spec: ModelSpec, placement: Placement, batch: Batch, costs: Costs, verb: str) -> float:
     """Seconds of the computation itself."""
-    key = ("device_s", verb, placement.kept, placement.unified, batch, costs.token_s, costs.pass_s, costs.fast)
+    key = (
+        "device_s",
+        verb,
+        placement.kept,
+        placement.cheap,
+        placement.unified,
+        batch,
+        costs.token_s,
+        costs.pass_s,
+        costs.fast,
+    )
     if key not in spec.memo:
         spec.memo[key] = _computed_s(spec, placement, batch, costs, verb)
     found: float = spec.memo[key]
@@ -149,9 +162,10 @@ def _device_s(spec: ModelSpec, placement: Placement, batch: Batch, costs: Costs,
 
 def _computed_s(spec: ModelSpec, placement: Placement, batch: Batch, costs: Costs, verb: str) -> float:
     seats = range(len(spec.seats)) if verb == "forward" else spec.unfolding_seats
-    keeping = spec.keeping_seats(placement.kept) if verb == "backward" else frozenset()
+    left = left_by(spec, placement.kept, placement.cheap) if verb == "backward" else {}
     total = 0.0
-    for some, reads in (([s for s in seats if s not in keeping], ()), (sorted(keeping), ("k",))):
+    for reads, kind in (((), ""), (("k",), GRAPH), (("y",), PRODUCTS)):
+        some = [seat for seat in seats if left.get(seat, "") == kind]
         for seat, count in seats_alike(spec, some):
             units = spec.seats[seat].units if spec.seats[seat].kind != "table" else ()
             ops = (Op("device", verb, verb, reads, (), seat, u, nbytes=spec.units[u].num_elements) for u in units)

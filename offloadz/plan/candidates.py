@@ -20,6 +20,7 @@ from offloadz.plan.change import TO_DISK
 from offloadz.plan.copies import copy_choices, linked
 from offloadz.plan.footprint import Batch, Footprint, computation, footprint
 from offloadz.plan.kept import kept_bytes, may_keep, most_kept
+from offloadz.plan.left import most_products
 from offloadz.plan.machine import Machine
 from offloadz.plan.placement import KINDS, Placement, home_bytes
 from offloadz.plan.spec import ModelSpec
@@ -229,6 +230,7 @@ class Space:
             unified=unified, compute=wishes.compute, storage=self.spec.dtype, share=self.spec.share,
             accumulate=wishes.sweeps > 1, commit="hold" if wishes.commit == "auto" else wishes.commit,
             kept=len(self.spec.unfolding_seats) if wishes.recompute == "none" else 0,
+            cheap=most_products(self.spec) if wishes.recompute == "cheap" else 0,
         )  # fmt: skip
         return replace(placement, copies=self._copy_choices(placement)[0])
 

@@ -60,7 +60,7 @@ def _changes(asked: Asked, peak: Mapping[str, int]) -> Iterator[tuple[str, Chang
     spec, wishes = asked.spec, asked.wishes
     if wishes.commit == "shadow":
         yield 'offload.commit = "hold"', _wish(commit="hold")
-    if wishes.recompute == "none":
+    if wishes.recompute in ("none", "cheap"):
         yield 'offload.recompute = "auto"', _wish(recompute="auto")
     if not wishes.swap:
         yield "name a directory on a drive in offload.swap", _wish(swap=True)

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from offloadz.plan.footprint import Batch
+from offloadz.plan.left import most_products, product_seats
 from offloadz.plan.machine import Machine
 from offloadz.plan.placement import Placement
 from offloadz.plan.predict import Prediction, predict
@@ -30,11 +31,20 @@ def estimate(spec: ModelSpec, placement: Placement, batch: Batch, machine: Machi
 
 
 def _estimate(spec: ModelSpec, placement: Placement, batch: Batch, machine: Machine) -> Prediction:
-    seats, count, numbers = len(spec.unfolding_seats), equal_blocks(spec)[1], walked(spec)
-    some = 0 < placement.kept < seats and count > numbers[1]  # then blocks are not alike: each as their mean
-    spared, alike = placement.kept / seats if some else 0.0, replace(placement, kept=0) if some else placement
-    few, *more = [predict(part, alike, batch, machine, spared) for part in shorter(spec)]
+    count, numbers, (spared, made) = equal_blocks(spec)[1], walked(spec), shares(spec, placement)
+    alike = placement
+    if count > numbers[1] and not {spared, made} <= {0.0, 1.0}:  # blocks are not alike: each as their mean
+        alike = replace(placement, kept=0, cheap=most_products(spec) if made else 0)
+    spared, made = (0.0, 1.0) if alike is placement else (spared, made)
+    few, *more = [predict(part, alike, batch, machine, spared, made) for part in shorter(spec)]
     return _beyond(few, more[0], (count - numbers[0]) / (numbers[1] - numbers[0])) if more else few
+
+
+def shares(spec: ModelSpec, placement: Placement) -> tuple[float, float]:
+    """Of the model's seats, those that keep their graph, and those that keep results of products."""
+    spared = placement.kept / max(1, len(spec.unfolding_seats))
+    made = len(product_seats(spec, placement.cheap, placement.kept)) / max(1, most_products(spec))
+    return spared, min(1 - spared, made)
 
 
 def _beyond(few: Prediction, more: Prediction, far: float) -> Prediction:

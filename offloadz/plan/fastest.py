@@ -148,7 +148,8 @@ def _does_less(one: Choice, other: Choice) -> bool:
     shadows = here.commit == "shadow" or other.beside is not None
     wins = shadows and not {"parameters", "optimizer"}.isdisjoint(moved)
     roomy = shadows and other.beside is not None and one.beside is None
-    return away and not wins and not roomy and here.kept >= there.kept and here.slots >= there.slots
+    keeps = here.kept >= there.kept and here.kept + here.cheap >= there.kept + there.cheap
+    return away and not wins and not roomy and keeps and here.slots >= there.slots
 
 
 def _choice(space: Space, bare: Candidate, order: int) -> Choice:

@@ -20,6 +20,7 @@ from typing import Any
 from offloadz.plan.alike import once, part_kinds, seats_alike, unit_kinds
 from offloadz.plan.kept import graph_kept_bytes, kept_bytes
 from offloadz.plan.placement import COMPUTED, Placement, home_bytes, passing_bytes, slot_bytes
+from offloadz.plan.products import micro_products_bytes, products_bytes
 from offloadz.plan.spec import ITEM_BYTES, ModelSpec, Unit, aligned
 
 PHASES = ("data", "load", "step", "save", "export")
@@ -138,7 +139,9 @@ def footprint(
     base = {"interpreter": baseline_bytes, "staging": STAGING_BYTES}
     slots = {
         f"slots {pool}": n * placement.slots
-        for pool, n in slot_bytes(spec, placement, saved_bytes(spec, placement, batch)).items()
+        for pool, n in slot_bytes(
+            spec, placement, saved_bytes(spec, placement, batch), micro_products_bytes(spec, placement, batch)
+        ).items()
     }
     passing = {"one part on its way": _largest_part(spec)}
     drawn = {"one module drawn at random": _largest_tensor(spec) * 4} if random else {}
@@ -152,6 +155,8 @@ def footprint(
     for name, nbytes in slots.items():
         step[main if name.split()[1].startswith(COMPUTED) else "host"][name] = nbytes
     step[main] |= working
+    if (results := products_bytes(spec, placement, batch)) and len(placement.products_route) > 1:
+        step["host"]["results of products"] = results
     step["disk"] = dict(rest["disk"])
     step.setdefault(kept_tier, {})["saved inputs"] = kept
     still = {"host": {**base, **rest["host"], **passing}, "device": rest["device"], "disk": rest["disk"]}
@@ -184,6 +189,10 @@ def computation(spec: ModelSpec, placement: Placement, batch: Batch) -> dict[str
     chunk = HEAD_COPIES * min(batch.tokens_per_micro, HEAD_CHUNK_TOKENS) * _tile_rows(spec) * 4
     block = graph + widest * 4
     found = {"hidden states": hidden}
+    if (results := products_bytes(spec, placement, batch)) and len(placement.products_route) == 1:
+        found["results of products"] = results
+        graph -= min(graph, micro_products_bytes(spec, placement, batch))  # a graph made of them has them already
+        block = graph + widest * 4
     if kept := kept_bytes(spec, placement, batch):
         seats = [seat for seat, _ in seats_alike(spec, spec.unfolding_seats) if spec.seats[seat].kind != "head"]
         own = max((graph_kept_bytes(spec, s, placement, batch) for s in seats), default=0) // batch.num_micros

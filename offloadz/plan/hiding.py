@@ -3,8 +3,8 @@
 More rows are more work for the device, while weights, gradients and state move once a step.  A step of any number of
 rows is simulated as `estimate` does it (`shorter.py`); a program with one micro-batch stands for all sizes, its ops
 taking as long as those of all micro-batches of a sweep.  The trade-off: placement and micro-batch stay those of the
-plan, where a plan for that many rows may find better ones; of kept graphs there are as many as the same memory holds,
-and where some blocks keep theirs each backward counts as shorter by that share.
+plan, where a plan for that many rows may find better ones; of kept graphs and results there are as many as the same
+memory holds, and where some blocks keep theirs each backward counts as shorter by that share.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from offloadz.plan.footprint import Batch
+from offloadz.plan.left import most_products
 from offloadz.plan.machine import Machine
 from offloadz.plan.ops import Op, Program
 from offloadz.plan.placement import Placement
@@ -76,7 +77,7 @@ class _Step:
 
     def __init__(self, spec: ModelSpec, placement: Placement, batch: Batch, machine: Machine) -> None:
         self.spec, self.placement, self.batch, self.machine = spec, placement, batch, machine
-        self.programs: dict[tuple[int, int], Program] = {}
+        self.programs: dict[tuple[int, int, int], Program] = {}
         few, more = walked(spec)
         far = (equal_blocks(spec)[1] - few) / (more - few)
         self.shares = (1 - far, far) if len(shorter(spec)) > 1 else (1.0,)
@@ -84,20 +85,22 @@ class _Step:
     def lack_s(self, rows: int) -> float:
         """Seconds that a step of so many rows a sweep is longer than its computation may be."""
         batch = replace(self.batch, rows=rows * self.batch.sweeps)
-        seats = len(self.spec.unfolding_seats)
-        kept = min(seats, self.placement.kept * self.batch.rows / batch.rows)
-        whole, lack_s = seats if kept == seats else 0, 0.0
-        place = replace(self.placement, kept=whole)
+        seats, able = len(self.spec.unfolding_seats), most_products(self.spec)
+        fewer = self.batch.rows / batch.rows
+        kept, cheap = min(seats, self.placement.kept * fewer), min(able, self.placement.cheap * fewer)
+        place = replace(self.placement, kept=seats if kept == seats else 0, cheap=able if cheap == able else 0)
+        some = 0.0 if place.kept or place.cheap else min(1.0, kept / max(1, seats) + cheap / max(1, able))
+        lack_s = 0.0
         for share, part in zip(self.shares, shorter(self.spec), strict=True):
             program = self.program(part, place, batch)
-            costs = _Merged(part, place, batch, self.machine, 0.0 if whole else kept / max(1, seats))
+            costs = _Merged(part, place, batch, self.machine, some)
             found_s = simulated(program, costs)[2]
             lack_s += share * (found_s - HIDDEN * sum(costs(op) for op in program.ops if op.lane == "device"))
         return lack_s
 
     def program(self, spec: ModelSpec, placement: Placement, batch: Batch) -> Program:
         """A step with one micro-batch a sweep, whatever its size."""
-        key = (len(spec.units), placement.kept)
+        key = (len(spec.units), placement.kept, placement.cheap)
         if key not in self.programs:
             self.programs[key] = step_program(spec, placement, replace(batch, micro_rows=batch.rows_per_sweep))
         return self.programs[key]

@@ -23,13 +23,12 @@ from offloadz.plan.alike import seats_alike
 from offloadz.plan.errors import ConfigError
 from offloadz.plan.placement import Placement
 from offloadz.plan.spec import ITEM_BYTES, Member, ModelSpec, Unit
-from offloadz.plan.words import human
 
 if TYPE_CHECKING:
     from offloadz.plan.footprint import Batch, Footprint
 
-CHOICES = ("auto", "all", "none")
-"""What recomputes: as room decides, every block, or none."""
+CHOICES = ("auto", "all", "none", "cheap")
+"""What recomputes: as room decides, every block, none, or what is cheap of every block (`products.py`)."""
 
 
 def check_recompute(recompute: str) -> None:
@@ -117,18 +116,6 @@ def graph_room(
         return -1
     tier = "host" if placement.unified else "device"
     return (limits[tier] or 0) - found.bytes[tier]["step"] + kept_bytes(spec, placement, batch)
-
-
-def kept_reason(spec: ModelSpec, placement: Placement, batch: Batch, recompute: str) -> str:
-    """Which seats recompute, and why, in a line."""
-    num, kept = len(spec.unfolding_seats), placement.kept
-    graphs = f"{kept} of {num} graphs are kept, {human(kept_bytes(spec, placement, batch))}"
-    graphs += f" (gradient checkpointing in {num - kept} of {num} blocks)"
-    if recompute != "auto":
-        return f"recompute {recompute}: as configured, {graphs}"
-    why = "memory has room" if kept == num else "more do not fit"
-    why = why if may_keep(placement, recompute) else "their inputs are to be on disk, not in memory"
-    return f"recompute {'none' if kept == num else num - kept if kept else 'all'}: {graphs}; {why}"
 
 
 def most_kept(spec: ModelSpec, fits: Callable[[int], bool]) -> int:

@@ -5,7 +5,8 @@ a place is a value on a tier (`w3@host`); after it, a home (`w3.0@disk`) or a nu
 that matters between two ops follows from the places they share; nothing else orders them.
 
 Kinds of values: `w` weights, `p` a part of the weights on its way through an update, `s` a part of the optimizer state,
-`g` gradients, `h` a part of a gradient on its way into an update, `x` the saved input of a seat, `k` a kept graph.
+`g` gradients, `h` a part of a gradient on its way into an update, `x` the saved input of a seat, `k` a kept graph, `y`
+kept results of products.
 Where an update is written beside what is valid, that is `s3.0@spare` in memory and `s3.0@next` on disk.
 """
 

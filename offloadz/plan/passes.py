@@ -17,7 +17,7 @@ from offloadz.plan.errors import DoesNotFit
 from offloadz.plan.ops import Program
 from offloadz.plan.placement import Placement
 
-SLOT_KINDS = "wpsghx"
+SLOT_KINDS = "wpsghxy"
 
 
 def compiled(program: Program, placement: Placement) -> Program:
@@ -38,8 +38,9 @@ def pool_of(value: str, placement: Placement) -> str:
     if tier == "compute" or kind in "ph":
         return f"{tier}.{kind}"
     homes = {"w": placement.parameters, "g": placement.gradients, "s": placement.optimizer, "x": placement.activations}
+    homes["y"] = placement.products_route[-1]
     at_home = homes[kind] == tier
-    return "" if at_home and (part or kind == "x") else f"{tier}.{kind}"
+    return "" if at_home and (part or kind in "xy") else f"{tier}.{kind}"
 
 
 def place(program: Program, placement: Placement) -> Program:

@@ -45,6 +45,8 @@ class Placement:
     """Times that everything in the swap path's `state/` exists: 1, or 2 and one for each checkpoint held by links."""
     kept: int = 0
     """Seats, the last ones, that keep their graph from forward to backward; the others recompute it."""
+    cheap: int = 0
+    """Seats before those that keep the results of their products, and so recompute only what is cheap."""
     commit: str = "hold"
     """When a unit is updated, and when that is final: `hold` (both once the whole gradient is known), `shadow` (as its
     gradient comes, beside what is valid; final once the whole gradient is known), `in_place` (both as it comes)."""
@@ -116,6 +118,11 @@ class Placement:
         ]
 
     @property
+    def products_route(self) -> tuple[str, ...]:
+        """Tiers from where results of products are made to their home; a single tier means they stay there."""
+        return ("compute",) if self.unified or self.activations == "device" else ("compute", "host")
+
+    @property
     def restored_route(self) -> tuple[str, ...]:
         """Tiers from the home of a saved activation to where the backward reads it."""
         route = ("disk", "host") if self.activations == "disk" else ("host",)
@@ -129,8 +136,9 @@ class Placement:
         }[home]
 
 
-def slot_bytes(spec: ModelSpec, placement: Placement, saved_bytes: int = 0) -> dict[str, int]:
-    """Bytes of one slot of each pool (`tier.kind`) the placement needs.  `saved_bytes`: the largest saved input."""
+def slot_bytes(spec: ModelSpec, placement: Placement, saved_bytes: int = 0, product_bytes: int = 0) -> dict[str, int]:
+    """Bytes of one slot of each pool (`tier.kind`) the placement needs.  Of a micro-batch `saved_bytes`: the largest
+    saved input; `product_bytes`: the most results of products that are kept."""
     item = ITEM_BYTES[placement.compute]
     parts = [part for part, trained in part_kinds(spec) if trained]
     kinds = unit_kinds(spec)
@@ -161,6 +169,8 @@ def slot_bytes(spec: ModelSpec, placement: Placement, saved_bytes: int = 0) -> d
         pools["host.x"] = aligned(saved_bytes, PIECE_BYTES)  # a transfer ends a checksum piece
     if placement.activations != "device" and not placement.unified:
         pools["compute.x"] = aligned(saved_bytes)
+    if placement.cheap and len(placement.products_route) > 1:
+        pools["compute.y"] = aligned(product_bytes)
     return pools
 
 

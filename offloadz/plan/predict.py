@@ -14,10 +14,12 @@ from functools import cached_property
 
 from offloadz.plan.beside import SharedLane, SharedLanes
 from offloadz.plan.footprint import Batch, saved_bytes
+from offloadz.plan.left import GRAPH, PRODUCTS, left_by
 from offloadz.plan.machine import Machine
 from offloadz.plan.ops import LANES, Op, Program
 from offloadz.plan.passes import compiled
 from offloadz.plan.placement import Placement, accumulates
+from offloadz.plan.products import again_bytes, product_token_bytes
 from offloadz.plan.recipes import Recipe
 from offloadz.plan.shared import Sharing, shared_s
 from offloadz.plan.spec import ITEM_BYTES, PART_ELEMENTS, PIECE_BYTES, ModelSpec, aligned
@@ -71,18 +73,18 @@ class Prediction:
         return max(busy, key=lambda name: busy[name])
 
 
-def training_phases(spec: ModelSpec, batch: Batch, kept: int = 0) -> tuple[Phase, ...]:
+def training_phases(spec: ModelSpec, batch: Batch, kept: int = 0, cheap: int = 0) -> tuple[Phase, ...]:
     """The phases of one optimizer step: per sweep a forward and a backward, then the end of the gradients.
 
-    `kept`: seats, the last ones, that keep their graph.
+    `kept`: seats, the last ones, that keep their graph; `cheap`: before them, that keep results of products.
     """
     phases: list[Phase] = []
-    lowest, graphs = spec.first_trained_seat, spec.keeping_seats(kept)
+    lowest, left = spec.first_trained_seat, left_by(spec, kept, cheap)
     for sweep in range(batch.sweeps):
         turns = []
         for seat, place in enumerate(spec.seats):
             micros = 1 if place.kind == "table" else batch.num_micros
-            turns.append(Turn(seat, sweep * len(spec.seats) + seat, micros, seat >= lowest, seat in graphs))
+            turns.append(Turn(seat, sweep * len(spec.seats) + seat, micros, seat >= lowest, left.get(seat, "")))
         back = tuple(t for t in reversed(turns) if t.graded)
         phases += [Forward(tuple(turns)), Backward(back, last=sweep == batch.sweeps - 1)]
     tables = tuple(
@@ -95,7 +97,7 @@ def step_program(spec: ModelSpec, placement: Placement, batch: Batch) -> Program
     """The compiled program of a steady step: every trained unit still has its update from the step before."""
     held = placement.commit == "hold"  # else a step leaves no update to the next
     pending = tuple(i for i, unit in enumerate(spec.units) if unit.trainable and held)
-    told = build(spec, placement, training_phases(spec, batch, placement.kept), pending, unended=True)
+    told = build(spec, placement, training_phases(spec, batch, placement.kept, placement.cheap), pending, unended=True)
     return compiled(told, placement)
 
 
@@ -103,17 +105,26 @@ class Costs:
     """Seconds of an op on its lane.
 
     `spared`: share of the blocks that keep their graph where the program has none that does; each backward then counts
-    as shorter by that share of a forward, each saved input as smaller.
+    as shorter by that share of a forward, each saved input as smaller.  `made`: share of the blocks that keep results
+    of products where in the program all do.
     """
 
     def __init__(
-        self, spec: ModelSpec, placement: Placement, batch: Batch, machine: Machine, spared: float = 0.0
+        self,
+        spec: ModelSpec,
+        placement: Placement,
+        batch: Batch,
+        machine: Machine,
+        spared: float = 0.0,
+        made: float = 1.0,
     ) -> None:
-        self.spec, self.placement, self.batch, self.spared = spec, placement, batch, spared
+        self.spec, self.placement, self.batch, self.spared, self.made = spec, placement, batch, spared, made
         net = NET_RATE if placement.unified else machine.rates["h2d"]  # no machine file tells it
         self.rates = {"net": net, **machine.rates}
         self.cores = machine.cores
         self.saved_bytes = saved_bytes(spec, placement, batch)
+        self.product_bytes: dict[int, int] = {}
+        """Per seat the bytes of its results of products for a micro-batch, as they are asked for."""
         rate, state = machine.update_rate(spec.recipe.state)  # of AdamW in a format; another is as fast as its bytes
         moved, known = spec.recipe.moved_bytes(placement.storage), Recipe(state).moved_bytes(placement.storage)
         self.update_s = moved / known / rate
@@ -150,8 +161,17 @@ class Costs:
         return self.nbytes(op) * (self.widening / 2 if op.verb == "fetch.w" else 1.0) / self.rates[op.lane]
 
     def nbytes(self, op: Op) -> int:
-        """Bytes an op of a transfer lane moves; saved inputs have the size of a micro-batch."""
+        """Bytes an op of a transfer lane moves; what a forward leaves has the size of a micro-batch."""
+        if op.verb.endswith(".y"):
+            return self.results_bytes(op.seat)
         return round(self.saved_bytes * (1 - self.spared)) if op.verb.endswith(".x") else op.nbytes
+
+    def results_bytes(self, seat: int) -> int:
+        """Bytes of the results that a seat keeps of a micro-batch."""
+        if seat not in self.product_bytes:
+            each = product_token_bytes(self.spec, seat, self.placement)
+            self.product_bytes[seat] = int(self.made * self.batch.tokens_per_micro * each)
+        return self.product_bytes[seat]
 
     def written_bytes(self, op: Op) -> int:
         """Bytes an op of the lane that writes puts on the drive, in whole pages, as the disk tier does.
@@ -171,7 +191,8 @@ class Costs:
 
     def device_s(self, op: Op) -> float:
         """Seconds of a computation: 2 flop per weight and token forward, 6 in a backward that recomputes first (its
-        forward, the gradients of inputs and of weights), 4 in one through a kept graph."""
+        forward, the gradients of inputs and of weights), 4 in one through a kept graph, or through one whose products
+        were kept, with what lies between them as it goes through memory."""
         if op.verb not in ("forward", "backward") or op.unit < 0:
             return op.nbytes * 4 / self.fast
         tokens = self.batch.tokens_per_micro
@@ -179,10 +200,22 @@ class Costs:
         elements = 0 if kind == "module" else op.nbytes
         attention = self.batch.length * self.spec.hidden_size * 2 if kind == "block" else 0
         passes = 1.0 if op.verb == "forward" else (3.0 if self.spec.units[op.unit].trainable else 2.0)
+        left, again = _left(op), 0.0
         if op.verb == "backward":
-            passes -= 1.0 if any(place.startswith("k") for place in op.reads) else self.spared
+            passes -= 1.0 if left == GRAPH else self.spared + self.made * (left == PRODUCTS)
+        if left == PRODUCTS:
+            again = self.made * again_bytes(self.spec, op.seat, self.placement, self.batch)
         uses = max(1.0, tokens / DEVICE_TOKENS)
-        return 2.0 * passes * (elements + attention) * (tokens * self.token_s + uses * self.pass_s)
+        products_s = 2.0 * passes * (elements + attention) * (tokens * self.token_s + uses * self.pass_s)
+        return products_s + tokens * again / self.fast
+
+
+def _left(op: Op) -> str:
+    """What a backward has of its forward besides its input: a graph, results of products, or nothing."""
+    if op.verb != "backward":
+        return ""
+    kinds = {place.removeprefix("compute.")[:1] for place in op.reads}
+    return GRAPH if "k" in kinds else PRODUCTS if "y" in kinds else ""
 
 
 def inside(placement: Placement) -> frozenset[str]:
@@ -198,12 +231,14 @@ def _start_s(rates: Mapping[str, float], lane: str) -> float:
     return max(0.0, PART_BYTES / short - PART_BYTES / rates[lane])
 
 
-def predict(spec: ModelSpec, placement: Placement, batch: Batch, machine: Machine, spared: float = 0.0) -> Prediction:
+def predict(
+    spec: ModelSpec, placement: Placement, batch: Batch, machine: Machine, spared: float = 0.0, made: float = 1.0
+) -> Prediction:
     """Simulate a step, from idle lanes to idle lanes: only then is it decided, and the next one begun.
 
-    `spared`: see `Costs`.
+    `spared`, `made`: see `Costs`.
     """
-    program, costs = step_program(spec, placement, batch), Costs(spec, placement, batch, machine, spared)
+    program, costs = step_program(spec, placement, batch), Costs(spec, placement, batch, machine, spared, made)
     lanes, shared, step_s = simulated(program, costs)
     taken = dict.fromkeys(LANES, 0.0)
     taken |= {name: sum(end - start for _, start, end in lane.spans) for name, lane in lanes.items()}

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from offloadz.plan.copies import copies_reason
 from offloadz.plan.footprint import Batch
-from offloadz.plan.kept import kept_reason
 from offloadz.plan.placement import KINDS, Placement
+from offloadz.plan.products import kept_reason
 from offloadz.plan.spec import ModelSpec
 from offloadz.plan.words import counted, human
 

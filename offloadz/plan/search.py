@@ -26,6 +26,7 @@ from offloadz.plan.hiding import Hiding
 from offloadz.plan.kept import check_recompute, graph_room
 from offloadz.plan.machine import UNVERIFIED, Machine
 from offloadz.plan.placement import KINDS, Placement
+from offloadz.plan.products import products_room
 from offloadz.plan.reasons import reasons
 from offloadz.plan.spec import ModelSpec
 from offloadz.plan.wear import NO_WEAR, Wear, wear_of
@@ -67,7 +68,8 @@ class Wishes:
     reading_bytes: int = 0  # beside the interpreter while data are read
     random: bool = False  # whether the weights are drawn at random
     recompute: str = "auto"
-    """Which blocks run again in the backward: auto (as far as there is no room for their graphs) | all | none."""
+    """Which blocks run again in the backward: auto (as far as there is no room for their graphs) | all | none
+    | cheap (what lies between their products)."""
     commit: str = "auto"
     """`in_place` is only taken where it is asked for: a step that fails half-way then ends the run."""
     clipping: bool = True  # whether a step may be clipped, and so updated twice with shadow
@@ -111,6 +113,8 @@ class Plan:
     by_commit_s: Mapping[str, float] = field(default_factory=dict)
     """A step by each way of committing that was left to the plan and has room."""
     graph_room_bytes: int = 0  # what kept graphs may take, which may be more than they do
+    products_room_bytes: int = -1  # what results of products may take; the same room where both lie in one memory
+    recompute: str = "auto"  # as it was asked for
 
     @property
     def commit(self) -> str:
@@ -163,7 +167,7 @@ class Plan:
         found |= {"zero_stage": self.placement.share.stage, "ranks": self.placement.share.ranks}
         found["compute"], found["storage"] = self.placement.compute, self.placement.storage
         found["copies"], found["keep"], found["linked"] = self.placement.copies, self.keep, self.linked
-        found["kept_graphs"] = self.placement.kept
+        found["kept_graphs"], found["kept_products"] = self.placement.kept, self.placement.cheap
         found["step_s_by_commit"] = dict(self.by_commit_s) or {self.commit: self.step_s}
         found["smallest_tokens_per_step"] = self.hiding and self.hiding.tokens
         return found | {"terms": self.footprint.terms, "reasons": list(self.reasons)} | self.wear.to_json()
@@ -254,6 +258,8 @@ def _describe(space: Space, chosen: Candidate, first: Candidate, shortage: str =
         rates_source=machine.rates_source,
         machine=machine.name,
         graph_room_bytes=graph_room(spec, placement, batch, chosen.footprint, limits, wishes.recompute),
+        products_room_bytes=products_room(spec, placement, batch, chosen.footprint, limits, wishes.recompute),
+        recompute=wishes.recompute,
         recipe=spec.recipe.state,
         recipe_told=spec.recipe.told(placement.storage),
         keep=num_kept(placement, wishes.keep),

@@ -17,6 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
+from offloadz.plan.left import GRAPH, PRODUCTS
 from offloadz.plan.ops import Program
 from offloadz.plan.placement import Placement, accumulates
 from offloadz.plan.spec import ITEM_BYTES, ModelSpec
@@ -33,8 +34,9 @@ class Turn:
     micros: int = 1
     graded: bool = True
     """Whether a backward will come: then the input is saved, or the graph kept."""
-    kept: bool = False
-    """Whether the forward keeps its graph, so that the backward need not run it again."""
+    kept: str = ""
+    """What the forward leaves for its backward beside its input: nothing, its `GRAPH` (and no input), so that nothing
+    runs again, or the results of its `PRODUCTS`, so that only what lies between them does."""
 
 
 @dataclass(frozen=True)
@@ -157,10 +159,12 @@ class Script(Upkeep):
             self.depart()
             places = self.weights(unit)
             for micro in range(turn.micros):
-                saves = turn.graded and seat.kind != "head" and not turn.kept
-                left = graph_of(turn, unit, micro) if turn.kept else (f"x{turn.call}.{micro}@live",) if saves else ()
+                saves = turn.graded and seat.kind != "head" and turn.kept != GRAPH
+                left = graph_of(turn, unit, micro) if turn.kept == GRAPH else ()
+                left += self.products_of(turn, micro) + (f"x{turn.call}.{micro}@live",) * saves
                 self.compute("forward", turn, unit, micro, places, left)
                 if saves:
+                    self.keep_products(turn, unit, micro)
                     self.leaving.append((turn, unit, micro))
 
     def compute(
@@ -187,17 +191,31 @@ class Script(Upkeep):
             micro=micro,
         )  # fmt: skip
 
+    def products_of(self, turn: Turn, micro: int) -> tuple[str, ...]:
+        """Where a forward puts the results of its products, if they are kept: a slot, where they go on from there."""
+        away = len(self.placement.products_route) > 1
+        return (f"y{turn.call}.{micro}@{'compute' if away else 'live'}",) * (turn.kept == PRODUCTS)
+
+    def keep_products(self, turn: Turn, unit: int, micro: int) -> None:
+        """Send them to their home, and at once, since their slot is soon needed again."""
+        route, name = self.placement.products_route, f"y{turn.call}.{micro}"
+        if places := self.products_of(turn, micro):
+            self.along(route, "y", name, places, seat=turn.seat, unit=unit, call=turn.call, micro=micro)
+
     def left(self, turn: Turn, unit: int, micro: int) -> tuple[str, ...]:
-        """Bring back what the forward left, a graph or the saved input; returns the places to read it from."""
-        if turn.kept:
+        """Bring back what the forward left: a graph, or the saved input and before it results of products; returns the
+        places to read it from."""
+        if turn.kept == GRAPH:
             return graph_of(turn, unit, micro)
         name, home = f"x{turn.call}.{micro}", self.placement.saved_route[-1]
+        where = {"seat": turn.seat, "unit": unit, "call": turn.call, "micro": micro}
+        products, route = self.products_of(turn, micro), self.placement.products_route
+        if products and len(route) > 1:
+            kept = (f"y{turn.call}.{micro}@{route[-1]}",)
+            products = self.along(tuple(reversed(route)), "y", f"y{turn.call}.{micro}", kept, **where)
         if home == "compute":
-            return (f"{name}@live",)
-        return self.along(
-            self.placement.restored_route, "x", name, (f"{name}@{home}",), seat=turn.seat, unit=unit, call=turn.call,
-            micro=micro,
-        )  # fmt: skip
+            return (*products, f"{name}@live")
+        return products + self.along(self.placement.restored_route, "x", name, (f"{name}@{home}",), **where)
 
     def backward(self, turn: Turn, more: set[int]) -> None:
         """A turn backward; `more`: units whose gradient gets further terms from later turns."""

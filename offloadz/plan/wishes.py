@@ -41,6 +41,7 @@ from offloadz.plan.machine import DeviceFacts, Drive, Machine, compute_dtype, pr
 from offloadz.plan.placement import Placement
 from offloadz.plan.positions import positions_note
 from offloadz.plan.predict import Prediction, predict
+from offloadz.plan.products import check_cheap
 from offloadz.plan.recipes import recipe_of
 from offloadz.plan.rooms import apart, drive_of, room_at, rooms_of, shared_lines
 from offloadz.plan.search import Plan, Wishes
@@ -125,6 +126,7 @@ def question(
     machine, wishes = _changed(machine, wishes, sets, len(config.offload.swap), elsewhere)
     compute = compute_dtype(facts, spec.dtype) if facts or machine.unified else spec.dtype
     kernels = "eager" if model.kernels == "auto" else model.kernels
+    check_cheap(wishes.recompute, kernels)
     machine = machine.computing(compute, kernels)
     more = [_room_note(machine, wishes)] if elsewhere else [_gpu_note(machine), *_swap_notes(config)]
     more.append(_kernels_note(machine, kernels, compute))

@@ -30,7 +30,7 @@ def simulated(tables: Mapping[str, Any], plan: Mapping[str, Any]) -> tuple[Timel
         train = replace(config.train, micro_batch_size=plan["micro_batch_size"])
         asked = question(replace(config, offload=offload, train=train), sets=(f"ranks={plan['ranks']}",))
         answer = asked.answer()
-        placement = replace(answer.placement, kept=plan["kept_graphs"])  # as there was room for then
+        placement = replace(answer.placement, kept=plan["kept_graphs"], cheap=plan.get("kept_products", 0))
         found = asked.step_of(replace(answer, placement=placement))
     except (ConfigError, OSError, ArithmeticError, LookupError, TypeError, ValueError) as error:
         first = (str(error) or type(error).__name__).splitlines()[0]

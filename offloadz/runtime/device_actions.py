@@ -132,6 +132,18 @@ def fetch_x(room: Room, op: Op) -> None:
     room.slots[op.writes[0]][:nbytes].copy_(room.input_at(op.reads[0])[:nbytes], non_blocking=True)
 
 
+def save_y(room: Room, op: Op) -> None:
+    """Results of products from the slot they were laid into to their host buffer, whose length they have."""
+    home = room.input_at(op.writes[0])
+    home.copy_(room.slots[op.reads[0]][: home.numel()], non_blocking=True)
+
+
+def fetch_y(room: Room, op: Op) -> None:
+    """Results of products into a slot of the device."""
+    home = room.input_at(op.reads[0])
+    room.slots[op.writes[0]][: home.numel()].copy_(home, non_blocking=True)
+
+
 def move_part(room: Room, op: Op) -> None:
     """A part of the state, the weights or a rounded gradient between its home on the device and a host slot."""
     source, target = room.buffer(op.reads[0]), room.buffer(op.writes[0])
@@ -149,10 +161,12 @@ DEVICE_ACTIONS: dict[str, Callable[[Room, Op], None]] = ACTIONS | {
     "spread.w": spread_w,
     "spread.w.all": spread_all,
     "fetch.x": fetch_x,
+    "fetch.y": fetch_y,
     "zero.g": zero_g,
     "save.g": save_g,
     "drain.g": drain_g,
     "save.x": save_x,
+    "save.y": save_y,
 }
 """Every verb of a lane that is not the computation's, for a device with memory of its own."""
 

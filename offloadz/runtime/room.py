@@ -97,11 +97,11 @@ class Room:
     def compute_dtype(self) -> torch.dtype:
         return DTYPES[self.placement.compute]
 
-    def build(self, saved_bytes: int = 0) -> None:
-        """Make every buffer and reserve every extent.  Raises DoesNotFit (memory or drive)."""
+    def build(self, saved_bytes: int = 0, product_bytes: int = 0) -> None:
+        """Make every buffer (sizes as in `slot_bytes`), reserve every extent.  Raises DoesNotFit (memory or drive)."""
         sizes = {
             f"{pool}#{i}": aligned(nbytes)
-            for pool, nbytes in slot_bytes(self.spec, self.placement, saved_bytes).items()
+            for pool, nbytes in slot_bytes(self.spec, self.placement, saved_bytes, product_bytes).items()
             for i in range(self.placement.slots)
         }
         homes = {key: aligned(n) for key, n in self._home_sizes() if n}
@@ -277,11 +277,15 @@ class Room:
         self.live[key], self.shapes[key] = x, (x.shape, x.dtype)
         place, home = f"x{call}.{micro}", self.placement.activations
         if home == "host":
-            held = self.saved.get(f"{place}@host")
-            if held is None or held.numel() != x.nbytes:
-                self.saved[f"{place}@host"] = self.device.host(x.nbytes)
+            self.lay_home(f"{place}@host", x.nbytes)
         if home == "disk":
             self._keep_extent(f"{place}@disk", x.nbytes)
+
+    def lay_home(self, place: str, nbytes: int) -> None:
+        """Host memory for what a forward leaves: what it had, if that has the size."""
+        held = self.saved.get(place)
+        if held is None or held.numel() != nbytes:
+            self.saved[place] = self.device.host(nbytes)
 
     def _keep_extent(self, place: str, nbytes: int) -> None:
         """An extent for a saved input: the one it had, one that another outgrew, or a new one with room to grow."""

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from offloadz.plan.errors import UpdateFailed
+from offloadz.plan.left import left_by
 from offloadz.plan.ops import LANES, Op, Program
 from offloadz.plan.passes import compiled
 from offloadz.plan.steps import Backward, Finish, Forward, Phase, Spread, Turn, Updates, build
@@ -76,8 +77,8 @@ class Session:
         """Per unit of this step: `sum` while its gradient is open, `done` once rounded."""
         self.open: list[Turn] = []
         """Graded forward turns of this step that have had no backward."""
-        self.kept = dict.fromkeys(self.spec.keeping_seats(self.placement.kept), True)
-        """Per seat whether its last turn kept its graph, or will as planned."""
+        self.kept = left_by(self.spec, self.placement.kept, self.placement.cheap)
+        """Per seat what its last turn left for its backward beside its input, or will as planned (`Turn.kept`)."""
         self.history: list[Told] = []
         self.last_step: list[Told] = []
         self.owner: int | None = None
@@ -102,10 +103,9 @@ class Session:
         """What is to be known of a decided step besides its state, where it ends with a flip."""
         self._programs: dict[object, Program] = {}
 
-    def begin(self, verb: str, seat: int, micros: int, graded: bool, call: int = -1, kept: bool = False) -> Turn:
-        """Announce a turn; afterwards run each of its computations through `compute`.
-
-        `call` is -1 for a forward, else the number that the forward's turn was given.  `kept`: whether its graph is.
+    def begin(self, verb: str, seat: int, micros: int, graded: bool, call: int = -1, kept: str = "") -> Turn:
+        """Announce a turn, then run each of its computations through `compute`.  `call` is -1 for a forward, else the
+        number that the forward's turn was given; `kept`: see `Turn`.
         """
         self.check()
         self.require_thread()
@@ -199,7 +199,7 @@ class Session:
         kind = self.spec.seats[seat].kind
         micros = self.micros if kind in ("block", "module") else 1
         graded = training and seat >= self.spec.first_trained_seat
-        return Turn(seat, call, micros, graded, graded and self.kept.get(seat, False))
+        return Turn(seat, call, micros, graded, self.kept.get(seat, "") if graded else "")
 
     def _below(self, turn: Turn) -> list[Turn]:
         return [t for t in reversed(self.open) if t.call < turn.call]
