@@ -111,22 +111,21 @@ def offload(
     """Offload a module; returns the run that trains it.
 
     `model`: any module with repeated blocks, with its weights or (from `offloadz.load`) on meta.  `optimizer`: AdamW
-    (by default, with torch's settings), Adam, Lion or SGD.  `plan`: what `offloadz.plan.search.decide` returned; by
-    default it is made here from the wishes that follow.  `swap`: directories for what is placed on disk.  `parameters`,
-    `gradients`, `optimizer_state`, `activations`: auto | device | host | disk.  `dtype`: of the working weights at
-    rest, by default the parameters' own.  `micro_batch_size`, `batch_size` in rows, `max_length` in tokens (0: unknown,
-    grows as met) only size the plan: a larger batch takes more memory.  `blocks`: names of the lists of blocks, where
-    the longest is not meant.  `output`: directory of the run.  `slots`, `sweeps`: 0 leaves them to the plan.
-    `max_grad_norm`: 0 is off.  `commit`: auto, hold, shadow (updates as gradients come, into a second copy) or in_place
-    (the same, nothing kept: no clipping, an error ends the run).  `device`: what computes, auto | cpu | one of torch's
-    (auto: the current accelerator, else the CPU), or a `Device`.  `host_memory`, `device_memory`: most bytes, a number
-    or "48GiB".  `keep_float32`, `freeze`: name patterns.  `threads`: of updates.  `recompute`: blocks that run again in
-    the backward, auto (where their graphs have no room) | all | none | cheap.  `seed`: of dropout and rounding.
-    `poison`: see docs.  `copies`: of parameters and optimizer state where both are on disk; from 2 on a step is there
-    whole or not, from 3 on `run.save` makes hard links to one.  `adopt`: a directory of such state to take over instead
-    of weights (CannotGoOn where it does not fit as it lies).  `checksum`: CRC32C of every MiB there.  `io`: auto |
-    io_uring | threads.  `zero_stage`: auto or 0 to 3, for ranks that share the `batch_size` (docs/zero.md).  `kernels`
-    of the blocks: auto (eager) | eager | compile (by a compiler that must be there) | liger (docs/stand-ins.md).
+    (by default), Adam, Lion or SGD.  `plan`: what `offloadz.plan.search.decide` returned; by default made from the
+    wishes that follow.  `swap`: directories for what is placed on disk.  `parameters`, `gradients`, `optimizer_state`,
+    `activations`: auto | device | host | disk.  `dtype`: of the working weights at rest, by default the parameters'
+    own.  `micro_batch_size`, `batch_size` in rows, `max_length` in tokens (0: unknown, grows as met) only size the
+    plan: larger batches take more memory.  `blocks`: names of the lists of blocks, where the longest is not meant.
+    `output`: directory of the run.  `slots`, `sweeps`: 0 leaves them to the plan.  `max_grad_norm`: 0 is off.
+    `commit`: auto, hold, shadow (updates as gradients come, into a second copy) or in_place (the same, nothing kept: no
+    clipping).  `device`: what computes, auto | cpu | one of torch's (auto: the current accelerator, else the CPU), or a
+    `Device`.  `host_memory`, `device_memory`: most bytes, a number or "48GiB".  `keep_float32`, `freeze`: name
+    patterns.  `threads`: of updates.  `recompute`: blocks that run again in the backward, auto (where their graphs have
+    no room) | all | none | cheap.  `seed`: of dropout and stochastic rounding.  `poison`: see docs.  `copies`: of
+    parameters and optimizer state where both are on disk; from 2 on a step is there whole or not, from 3 on `run.save`
+    makes hard links to one.  `adopt`: a directory of such state to take over instead of weights (CannotGoOn where it
+    does not fit).  `checksum`: CRC32C of every MiB there.  `io`: auto | io_uring | threads.  `zero_stage`: auto or 0 to
+    3, for ranks that share the `batch_size`.  `kernels`: auto (eager) | eager | compile | liger (docs/stand-ins.md).
     Raises ConfigError for what is not built or wrong, DoesNotFit with numbers, before a weight is read.
     """
     tiers = {"parameters": parameters, "gradients": gradients, "optimizer_state": optimizer_state}

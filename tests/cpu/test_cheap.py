@@ -21,6 +21,7 @@ import offloadz
 from offloadz.model import products
 from offloadz.model.graphs import Keeping
 from offloadz.model.products import Products
+from offloadz.plan.errors import ConfigError
 from offloadz.plan.left import GRAPH, PRODUCTS, multiplying_seats
 from offloadz.runtime.rehearsal import Rehearsal
 
@@ -252,3 +253,8 @@ def test_graphs_for_the_last_results_for_those_before_and_nothing_else() -> None
     assert left(240, 240, True) == ["", "", PRODUCTS, PRODUCTS, PRODUCTS, ""]
     assert left(400, 240, False) == ["", "", PRODUCTS, PRODUCTS, GRAPH, GRAPH]
     assert left(-1, 1 << 62, False) == [PRODUCTS] * 5 + [""]
+
+
+def test_beside_compiled_blocks_it_is_refused_by_name(swap: Path) -> None:
+    with pytest.raises(ConfigError, match=r'recompute = "cheap" beside model\.kernels = "compile" is not built'):
+        offloadz.offload(tiny("llama"), swap=swap, recompute="cheap", kernels="compile")
