@@ -13,7 +13,6 @@ block's graph exists at any time, for one micro-batch.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -27,6 +26,7 @@ from offloadz.model.graphs import Graph, Saved, refuse_again
 from offloadz.model.products import Products
 from offloadz.model.recorded import aside, hand_on, recorded_now
 from offloadz.model.stage import Stage
+from offloadz.model.unread import Unread, Watched
 from offloadz.plan.errors import ConfigError
 from offloadz.plan.left import GRAPH, PRODUCTS
 from offloadz.plan.ops import Op
@@ -83,6 +83,7 @@ class BlockSeat:
 
     def __init__(self, stage: Stage, index: int, name: str, kind: str, unit: int, body: Body) -> None:
         self.stage, self.index, self.name, self.kind, self.unit, self.body = stage, index, name, kind, unit, body
+        self.unread = Unread()
         self.trainable = stage.session.spec.units[unit].trainable
         self.unfolding = body.forward
         """What runs where a graph is wanted."""
@@ -276,10 +277,19 @@ class BlockSeat:
         *_, results, place = op.reads[:-1] if self.trainable else op.reads
         hidden = room.saved_input(*key, place)
         products = room.graphs.pop(key, None)
-        with products.answering(room.slots.get(results)) if products is not None else nullcontext():
-            graph, _ = self._graph(call, micro, hidden, Saved(self.name, sections, hidden))
+        if products is None:
+            graph = self._anew(call, micro, hidden, sections)
+        else:
+            with products.answering(room.slots.get(results)):
+                graph, _ = self._graph(call, micro, hidden, Saved(self.name, sections, hidden))
         room.live.pop(key, None)
         return graph
+
+    def _anew(self, call: Call, micro: int, hidden: Tensor, sections: list[Tensor]) -> Graph:
+        """The graph of a micro-batch from its input alone."""
+        return self.unread.again(
+            lambda saved: self._graph(call, micro, hidden, saved)[0], lambda: Watched(self.name, sections, hidden)
+        )
 
     def _cut_grad(self, call: Call, index: int, micro: int, grad: Tensor | None) -> Tensor | None:
         axis = call.axes.outputs[index] if call.axes else None

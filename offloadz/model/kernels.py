@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from offloadz.model.blocks import BlockSeat, Call
 from offloadz.model.body import Body
-from offloadz.model.graphs import Saved
+from offloadz.model.graphs import Graph, Saved
 from offloadz.model.stage import Stage
 from offloadz.plan.errors import ConfigError
 from offloadz.runtime.devices import Device
@@ -72,3 +72,7 @@ class KernelSeat(BlockSeat):
             return super()._bare(call, micro, hidden, sections)
         _, outs = self._graph(call, micro, hidden, Saved(self.name, sections, hidden))
         return outs
+
+    def _anew(self, call: Call, micro: int, hidden: Tensor, sections: list[Tensor]) -> Graph:
+        """Whole: what is compiled is one operation to torch, and Liger's keep tensors in their own ways."""
+        return self._graph(call, micro, hidden, Saved(self.name, sections, hidden))[0]
