@@ -59,23 +59,23 @@ class Unread:
 
     def __init__(self) -> None:
         self.num_read = 0
-        self._ops: tuple[OpOverload, ...] | None = None
+        self.ops: tuple[OpOverload, ...] | None = None
 
     def again(self, run: Again, saved: Callable[[], Watched]) -> Graph:
         """The graph of a forward that runs again; `saved` gives a new place to save to."""
-        if self._ops is None:
+        if self.ops is None:
             return self._counted(run, saved())
         try:
-            return self._run(run, saved(), self._ops, self.num_read)
+            return self._run(run, saved(), self.ops, self.num_read)
         except Read:
             self.num_read = ALL
-            return self._run(run, saved(), self._ops, ALL)
+            return self._run(run, saved(), self.ops, ALL)
 
     def _counted(self, run: Again, saved: Watched) -> Graph:
         """The same with all products, which are counted."""
         products = _Products((), ALL)
         graph = _watched(run, saved, products)
-        self._ops = tuple(products.ops)
+        self.ops = tuple(products.ops)
         self.num_read = ALL if _has_own(graph.ends) else products.num_before
         return graph
 

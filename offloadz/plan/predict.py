@@ -25,6 +25,7 @@ from offloadz.plan.shared import Sharing, shared_s
 from offloadz.plan.spec import ITEM_BYTES, PART_ELEMENTS, PIECE_BYTES, ModelSpec, aligned
 from offloadz.plan.steps import Backward, Finish, Forward, Phase, Turn, build
 from offloadz.plan.timeline import Timeline, from_virtual
+from offloadz.plan.unread import unread_elements
 from offloadz.plan.walk import simulate
 
 MANY_TOKENS, FEW_TOKENS = 1024, 128
@@ -191,8 +192,8 @@ class Costs:
 
     def device_s(self, op: Op) -> float:
         """Seconds of a computation: 2 flop per weight and token forward, 6 in a backward that recomputes first (its
-        forward, the gradients of inputs and of weights), 4 in one through a kept graph, or through one whose products
-        were kept, with what lies between them as it goes through memory."""
+        forward but for a last product that nobody reads, the gradients of inputs and of weights), 4 in one through a
+        kept graph, or through one whose products were kept, with what lies between them as it goes through memory."""
         if op.verb not in ("forward", "backward") or op.unit < 0:
             return op.nbytes * 4 / self.fast
         tokens = self.batch.tokens_per_micro
@@ -201,13 +202,14 @@ class Costs:
         attention = self.batch.length * self.spec.hidden_size * 2 if kind == "block" else 0
         passes = 1.0 if op.verb == "forward" else (3.0 if self.spec.units[op.unit].trainable else 2.0)
         left, again = _left(op), 0.0
+        multiplied = passes * (elements + attention)
         if op.verb == "backward":
-            passes -= 1.0 if left == GRAPH else self.spared + self.made * (left == PRODUCTS)
+            spared = 1.0 if left == GRAPH else self.spared + self.made * (left == PRODUCTS)
+            multiplied -= spared * (elements + attention) + (1.0 - spared) * unread_elements(self.spec)[op.unit]
         if left == PRODUCTS:
             again = self.made * again_bytes(self.spec, op.seat, self.placement, self.batch)
         uses = max(1.0, tokens / DEVICE_TOKENS)
-        products_s = 2.0 * passes * (elements + attention) * (tokens * self.token_s + uses * self.pass_s)
-        return products_s + tokens * again / self.fast
+        return 2.0 * multiplied * (tokens * self.token_s + uses * self.pass_s) + tokens * again / self.fast
 
 
 def _left(op: Op) -> str:

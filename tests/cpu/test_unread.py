@@ -18,7 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import offloadz
 from offloadz.model import unread
+from offloadz.model.blocks import BlockSeat
 from offloadz.model.unread import ALL
+from offloadz.plan.unread import unread_elements
 from offloadz.runtime.rehearsal import Rehearsal
 
 STEPS, BLOCKS = batches(3), 2
@@ -45,15 +47,24 @@ def ran(model: nn.Module, swap: Path, recompute: str, **how: Any) -> tuple[Outco
         with Products() as counted:
             out.losses.append(float(run.step(STEPS[-1])))
         out.weights = train(run, []).weights
-        read = [seat.unread.num_read for seat in run.seats if hasattr(seat, "unread")]
+        read = [seat.unread.num_read for seat in run.seats if isinstance(seat, BlockSeat)]
     return out, counted.count, read
 
 
 @pytest.mark.parametrize("family", sorted(families.FAMILIES))
 def test_every_family_has_the_bits_of_kept_graphs(family: str, swap: Path) -> None:
     build = families.FAMILIES[family].build
-    found, _, _ = ran(build(), swap, "all")
-    assert_same_bits(found, ran(build(), swap, "none")[0], family)
+    assert_same_bits(ran(build(), swap, "all")[0], ran(build(), swap, "none")[0], family)
+
+
+@pytest.mark.parametrize("family", sorted(families.FAMILIES))
+def test_a_plan_knows_what_is_left_out(family: str, swap: Path) -> None:
+    with offloadz.offload(families.FAMILIES[family].build(), swap=swap, recompute="all") as run:
+        run.step(STEPS[0])
+        blocks = [seat for seat in run.seats if isinstance(seat, BlockSeat) and seat.kind == "block"]
+        left_out = [len(seat.unread.ops) - seat.unread.num_read for seat in blocks]
+        told = [unread_elements(run.session.spec)[seat.unit] > 0 for seat in blocks]
+    assert left_out == [int(each) for each in told] and len(blocks) == BLOCKS
 
 
 def test_the_last_product_of_a_llama_is_not_done_again(swap: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +138,7 @@ def test_a_block_that_reads_it_after_all_is_done_whole(kind: str, read: int, swa
                     block.calls = 100 * (step > 1)
                 batch = {"x": torch.linspace(-1, 1, 32).view(2, 16)}
                 losses.append(float(run.step(batch, loss_fn=lambda m, b: m(b["x"]).square().mean())))
-            found = [seat.unread.num_read for seat in run.seats if hasattr(seat, "unread")]
+            found = [seat.unread.num_read for seat in run.seats if isinstance(seat, BlockSeat)]
         return losses, found
 
     (found, numbers), (kept, _) = steps("all"), steps("none")
