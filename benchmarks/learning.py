@@ -164,14 +164,15 @@ def picture(shown: dict[str, Any], target: Path) -> None:
         print("matplotlib is not installed: no picture")
         return
     found = {name: list(zip(*curve, strict=True)) for name, curve in shown["evaluations"].items()}
-    first = next(iter(found.values()))[1]
+    base_name = next(iter(found))
+    first = found[base_name][1]
     apart = {
         name: (xs, [100 * (y / base - 1) for y, base in zip(ys, first, strict=True)])
         for name, (xs, ys) in found.items()
     }
     draw(target, [
         Panel("evaluation loss, 64 rows held out", "step", "loss", found),
-        Panel("difference from the first", "step", "%", apart),
+        Panel(f"difference from {base_name}", "step", "%", apart),
     ])  # fmt: skip
     print(f"curves in {target}")
 
