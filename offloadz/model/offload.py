@@ -144,7 +144,7 @@ def offload(
         optimizer=optimizer_state, activations=activations, swap=bool(paths), commit=commit, recompute=recompute,
         disk_free=sum(rooms_of(paths, None)) if paths else None, compute=compute_dtype(computer.facts, stored),
         **most_bytes(host_memory=host_memory, device_memory=device_memory), threads=threads, zero_stage=zero_stage,
-        **_known(model), copies=copies, baseline_bytes=baseline(kernels),
+        **_known(model), copies=copies, baseline_bytes=baseline(kernels), opaque=forwards is not None,
     )  # fmt: skip
     plan = _settled(plan, drawn.spec, wishes, with_device(probe_machine(), computer.facts), ranks)
     room = _furnish(drawn.spec, plan, Drives(paths, checksum, io, output, adopt, ranks), computer, ranks)

@@ -39,6 +39,8 @@ class Placement:
     """Dtype the blocks compute in."""
     storage: str = "float32"
     """Dtype of the working weights at rest."""
+    opaque: bool = False
+    """Blocks run by kernels of their own: one that runs again runs whole (`unread.py`)."""
     accumulate: bool = False
     """Several backward passes add to a gradient before it is rounded (sweeps, several `run.backward`)."""
     copies: int = 1

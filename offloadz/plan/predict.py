@@ -205,7 +205,8 @@ class Costs:
         multiplied = passes * (elements + attention)
         if op.verb == "backward":
             spared = 1.0 if left == GRAPH else self.spared + self.made * (left == PRODUCTS)
-            multiplied -= spared * (elements + attention) + (1.0 - spared) * unread_elements(self.spec)[op.unit]
+            unread = 0 if self.placement.opaque else unread_elements(self.spec)[op.unit]
+            multiplied -= spared * (elements + attention) + (1.0 - spared) * unread
         if left == PRODUCTS:
             again = self.made * again_bytes(self.spec, op.seat, self.placement, self.batch)
         uses = max(1.0, tokens / DEVICE_TOKENS)
