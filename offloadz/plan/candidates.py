@@ -228,7 +228,8 @@ class Space:
         placement = Placement(
             **placed,
             unified=unified, compute=wishes.compute, opaque=wishes.opaque, storage=self.spec.dtype,
-            share=self.spec.share, accumulate=wishes.sweeps > 1, commit="hold" if wishes.commit == "auto" else wishes.commit,
+            share=self.spec.share, accumulate=wishes.sweeps > 1,
+            commit="hold" if wishes.commit == "auto" else wishes.commit,
             kept=len(self.spec.unfolding_seats) if wishes.recompute == "none" else 0,
             cheap=most_products(self.spec) if wishes.recompute == "cheap" else 0,
         )  # fmt: skip

@@ -56,8 +56,8 @@ class Wishes:
     host_memory: int | None = None
     device_memory: int | None = None
     compute: str = "float32"
-    opaque: bool = False
     """Dtype of computation: float32 on a CPU, whose bf16 products are unusably slow without special instructions."""
+    opaque: bool = False  # see `Placement.opaque`
     score_copies: int = 0  # see `footprint.score_copies`
     keep: int = 2
     copies: int = 1

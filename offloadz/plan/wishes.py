@@ -131,9 +131,8 @@ def question(
     more = [_room_note(machine, wishes)] if elsewhere else [_gpu_note(machine), *_swap_notes(config)]
     more.append(_kernels_note(machine, kernels, compute))
     notes = [note, *_shape_notes(config, directory, init), *more]
-    return Question(
-        spec, machine, replace(wishes, compute=compute, opaque=kernels != "eager"), tuple(filter(None, notes))
-    )
+    wishes = replace(wishes, compute=compute, opaque=kernels != "eager")
+    return Question(spec, machine, wishes, tuple(filter(None, notes)))
 
 
 def _shape_notes(config: Config, directory: Path, init: str) -> Iterator[str]:
