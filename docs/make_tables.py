@@ -136,6 +136,7 @@ def asked_of_card(
     box = dataclasses.replace(box, host_bytes=memory_gib * GIB).computing("bfloat16", kernels)
     size = box.drive.size_bytes if box.drive is not None and drives else None
     asked = {"swap": drives > 0, "keep": 1, "linkable": True, "compute": "bfloat16", "disk_free": size, "copies": 0}
+    asked["opaque"] = kernels != "eager"
     return Question(
         spec_of(model).with_recipe(Recipe(state)), box, Wishes(tokens // LENGTH, LENGTH, **(asked | wishes))
     )
