@@ -193,10 +193,10 @@ def test_an_error_in_a_block_ends_the_step_and_not_the_run(swap: Path) -> None:
                 raise ArithmeticError("made up")
             return forward(*args, **kwargs)
 
-        seat.body.forward = broken
+        seat.body.forward = seat.unfolding = broken
         with pytest.raises(ArithmeticError, match="made up"):
             run.step(STEPS[1])
-        seat.body.forward = forward
+        seat.body.forward = seat.unfolding = forward
         assert calls[1] != calls[0] == threading.get_ident()
         second = run.step(STEPS[1])
     assert [float(first), float(second)] == ran("llama", micro_batch_size=0, **HOST).losses[:2]
