@@ -52,7 +52,6 @@ def test_ranks_on_devices_have_the_bits_of_ranks_on_the_host(
             n for n, w in other["weights"].items() if not torch.equal(w.nan_to_num(7), one["weights"][n].nan_to_num(7))
         ]
         assert not apart
-        assert "commit" in how or one["sent"] == other["sent"], "a clipped step is updated, and given to all, twice"
 
 
 def test_the_way_through_the_host_brings_the_same_and_is_taken_where_the_other_is_broken(
