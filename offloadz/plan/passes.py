@@ -20,11 +20,11 @@ from offloadz.plan.placement import Placement
 SLOT_KINDS = "wpsghxy"
 
 
-def compiled(program: Program, placement: Placement) -> Program:
-    """All passes in order."""
+def compiled(program: Program, placement: Placement, pace: Sequence[int] = ()) -> Program:
+    """All passes in order; `pace`: see `hoisted`."""
     placed = place(program, placement)
     waits = hazards(placed)
-    linked = link(placed, waits, hoisted(placed, waits))
+    linked = link(placed, waits, hoisted(placed, waits, pace))
     check(linked)
     return linked
 
@@ -86,13 +86,19 @@ def last_uses(program: Program, placement: Placement) -> dict[tuple[int, str], i
     return last
 
 
-def hoisted(program: Program, waits: Sequence[set[int]]) -> list[int]:
+def hoisted(program: Program, waits: Sequence[set[int]], pace: Sequence[int] = ()) -> list[int]:
     """The order in which each op is right after the last `device` op that it (or an earlier op of its lane) has to wait
-    for; whatever an op waits for stays before it."""
+    for; whatever an op waits for stays before it.
+
+    `pace`: for each op of the lane `net` behind how many `device` ops it stands at least (`pace.py`).
+    """
     level: list[int] = []
     lanes: dict[str, int] = {}
+    computed = [-1, *(index for index, op in enumerate(program.ops) if op.lane == "device")]
+    least = iter(pace)
     for index, op in enumerate(program.ops):
         own = max((level[w] for w in waits[index]), default=-1)
+        own = max(own, computed[next(least, 0)]) if op.lane == "net" else own
         own = index if op.lane == "device" else max(own, lanes.get(op.lane, -1))
         lanes[op.lane] = own
         level.append(own)

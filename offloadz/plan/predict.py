@@ -17,13 +17,13 @@ from offloadz.plan.footprint import Batch, saved_bytes
 from offloadz.plan.left import GRAPH, PRODUCTS, left_by
 from offloadz.plan.machine import Machine
 from offloadz.plan.ops import LANES, Op, Program
-from offloadz.plan.passes import compiled
+from offloadz.plan.pace import program_of
 from offloadz.plan.placement import Placement, accumulates
 from offloadz.plan.products import again_bytes, product_token_bytes
 from offloadz.plan.recipes import Recipe
 from offloadz.plan.shared import Sharing, shared_s
 from offloadz.plan.spec import ITEM_BYTES, PART_ELEMENTS, PIECE_BYTES, ModelSpec, aligned
-from offloadz.plan.steps import Backward, Finish, Forward, Phase, Turn, build
+from offloadz.plan.steps import Backward, Finish, Forward, Phase, Turn
 from offloadz.plan.timeline import Timeline, from_virtual
 from offloadz.plan.unread import unread_elements
 from offloadz.plan.walk import simulate
@@ -98,8 +98,8 @@ def step_program(spec: ModelSpec, placement: Placement, batch: Batch) -> Program
     """The compiled program of a steady step: every trained unit still has its update from the step before."""
     held = placement.commit == "hold"  # else a step leaves no update to the next
     pending = tuple(i for i, unit in enumerate(spec.units) if unit.trainable and held)
-    told = build(spec, placement, training_phases(spec, batch, placement.kept, placement.cheap), pending, unended=True)
-    return compiled(told, placement)
+    phases = training_phases(spec, batch, placement.kept, placement.cheap)
+    return program_of(spec, placement, phases, pending, unended=True)
 
 
 class Costs:

@@ -27,8 +27,8 @@ from torch import Tensor
 from offloadz.plan.errors import UpdateFailed
 from offloadz.plan.left import left_by
 from offloadz.plan.ops import LANES, Op, Program
-from offloadz.plan.passes import compiled
-from offloadz.plan.steps import Backward, Finish, Forward, Phase, Spread, Turn, Updates, build
+from offloadz.plan.pace import program_of
+from offloadz.plan.steps import Backward, Finish, Forward, Phase, Spread, Turn, Updates
 from offloadz.plan.walk import Frontier, Walk
 from offloadz.runtime.device_actions import TABLES
 from offloadz.runtime.devices import delays
@@ -276,8 +276,7 @@ class Session:
         key = (phases, self.pending, summed, self.unended)
         program = self._programs.pop(key, None)
         if program is None:
-            told = build(self.spec, self.placement, phases, self.pending, summed, self.unended)
-            program = compiled(told, self.placement)
+            program = program_of(self.spec, self.placement, phases, self.pending, summed, self.unended)
             while len(self._programs) >= MAX_PROGRAMS:
                 del self._programs[next(iter(self._programs))]
         self._programs[key] = program  # the newest stands last
