@@ -122,15 +122,15 @@ class Shadow:
                 os.fdatasync(self._fds[file])
         except OSError as error:
             raise self._not_flushed(error, self.where(file)) from error
+        if self.peers.rank:  # from when the first rank may know of it there may be a record of it
+            self.worth_keeping = self.keeps
         return b"" if self._is_lost() else record_bytes({}, self.copies.choice(), self.copies.tables())
 
     def _recorded(self, note: Mapping[str, Any], told: Sequence[bytes]) -> bytes:
-        """The record written by the first rank; every other one keeps its files from here on, since it may be there."""
+        """The record written by the first rank."""
         if not all(told):
             self.distrust()
-        elif self.peers.rank:
-            self.worth_keeping = self.keeps
-        else:
+        elif not self.peers.rank:
             try:
                 put_record(self.record, joined_record(note, told, self.copies.pins, self.record))
             except OSError as error:

@@ -135,6 +135,9 @@ def flipped_start(config: Config, output: Path, say: Callable[[str], None]) -> S
         newest = newest_order(output / "checkpoints")
         if newest > order + 1 or (newest == order + 1 and not _is_of_step(output / "checkpoints", newest, step)):
             continue  # a later run went on without it
+        if saved.absent and newest > order:  # of this very step: what another rank took with it was secured there
+            say(f"resume: the state on disk in {place}, step {step}, is left out: a checkpoint holds all of it")
+            continue
         if saved.absent:
             raise ConfigError(
                 f"the state on disk in {place}, step {step}, has a share in {saved.absent[0]}, which is not there; "
