@@ -37,7 +37,7 @@ CASES = [
 """Ranks, stage, family, and what else is asked for."""
 
 
-@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.full), "bfloat16"])
 @pytest.mark.parametrize(("ranks", "stage", "family", "how"), CASES, ids=str)
 def test_ranks_on_devices_have_the_bits_of_ranks_on_the_host(
     nursery: Nursery, tmp_path: Path, swap: Path, ranks: int, stage: int, family: str, how: dict[str, Any], dtype: str
