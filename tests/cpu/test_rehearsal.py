@@ -41,6 +41,7 @@ from tiny_models import (
 import offloadz
 from offloadz.config import config_from_tables
 from offloadz.model import offload as offloads
+from offloadz.plan import pace
 from offloadz.plan.ops import Program
 from offloadz.plan.passes import compiled
 from offloadz.runtime import rehearsal
@@ -272,7 +273,7 @@ def test_a_missing_edge_is_found(edge: tuple[str, str], swap: Path, monkeypatch:
         return lambda op: (time.sleep(LATE_S if op.verb == edge[0] else 0.0), before(op))
 
     computed = LATE_S if edge[0] in ("forward", "backward") else 0.0
-    monkeypatch.setattr(sessions, "compiled", without)
+    monkeypatch.setattr(pace, "compiled", without)
     monkeypatch.setattr(sessions, "delays", late)
     monkeypatch.setattr(rehearsal, "jitter", lambda most_s, seed: lambda: time.sleep(computed))
     same = True
