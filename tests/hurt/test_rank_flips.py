@@ -7,6 +7,7 @@ all go on from one whole step, to the bits of a run that nobody disturbed.
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,8 @@ import torch
 from group import Nursery, logs, merged
 from test_rank_deaths import lines
 from tiny import ON_DISK, tables, write_config
+
+from offloadz.memory.record import FLIP_FILE
 
 STEPS, FLIP = 6, 3
 DISK = dict.fromkeys(("parameters", "gradients", "optimizer_state"), "disk")
@@ -31,7 +34,7 @@ def nursery() -> Iterator[Nursery]:
 def configured(folder: Path, **changes: object) -> Path:
     folder.mkdir()
     told = {"train__steps": STEPS, "train__save_every": 0, "train__batch_size": 4, "model__dtype": "float32"}
-    return write_config(folder / "config.toml", tables(folder, **told, **ON_DISK, **changes))
+    return write_config(folder / "config.toml", tables(folder, **told | ON_DISK | changes))
 
 
 @pytest.mark.parametrize(
@@ -69,6 +72,28 @@ def test_one_process_goes_on_from_what_killed_ranks_left(nursery: Nursery, tmp_p
     assert nursery.wait() == [0], logs(log, 1)
     assert [line["step"] for line in lines(tmp_path / "a")] == list(range(1, STEPS + 1))
     assert not [path for path in (tmp_path / "a" / "swap").rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize("secured", [True, False])
+def test_files_that_another_rank_took_with_it_are_missed_only_without_a_checkpoint(
+    nursery: Nursery, tmp_path: Path, secured: bool
+) -> None:
+    """A rank that ends because another was killed leaves no files that a checkpoint holds; the record stays."""
+    config = configured(tmp_path / "a", offload__zero_stage=3, train__save_every=FLIP if secured else 0)
+    log = tmp_path / "log"
+    how = {"victim": 0, "point": "flushed", "flip": FLIP + 1}
+    nursery.start(2, "rank_trials.dies", log, arguments=["train", str(config)], **how)
+    nursery.wait()
+    record = next((tmp_path / "a" / "swap").rglob(FLIP_FILE))
+    for directory in (tmp_path / "a" / "swap").iterdir():
+        if directory.is_dir() and directory not in record.parents:
+            shutil.rmtree(directory)
+    nursery.start(1, "command", log, arguments=["train", str(config), "offload.zero_stage=auto"])
+    assert nursery.wait() == [0 if secured else 2], logs(log, 1)
+    wanted = (
+        f"step {FLIP}, is left out: a checkpoint holds all of it" if secured else "which is not there; mount that drive"
+    )
+    assert wanted in logs(log, 1)[0]
 
 
 @pytest.mark.parametrize(("stage", "commit"), ((3, "hold"), (1, "shadow")))
