@@ -12,8 +12,12 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from group import Nursery
 
 GPU_FOLDER = "gpu"
 if not (any(GPU_FOLDER in Path(argument).parts for argument in sys.argv) or "PYTEST_XDIST_WORKER" in os.environ):
@@ -66,3 +70,13 @@ def swap(tmp_path: Path) -> Iterator[Path]:
     assert not lanes, f"lanes left alive: {lanes}"
     left = [str(p.relative_to(path)) for p in path.rglob("*") if p.is_file() and p.stat().st_size]
     assert not left, f"files left in the swap directory: {left}"
+
+
+@pytest.fixture(scope="module")
+def nursery() -> Iterator[Nursery]:
+    """The parent of ranks on the CPU, one for all tests of a module."""
+    from group import Nursery
+
+    made = Nursery()
+    yield made
+    made.close()

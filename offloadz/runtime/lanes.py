@@ -18,8 +18,7 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from offloadz.memory.host import Growth
@@ -68,15 +67,6 @@ class Clock:
         trace = self.trace
         if trace is not None:  # the one who asked may stop between these lines
             trace.append((op, start_s, end_s))
-
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
-        """What happens meanwhile is waiting: for a step to come to rest, say, which is no op's."""
-        asked_s = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.wait_s += time.perf_counter() - asked_s
 
 
 class WorkerLane:

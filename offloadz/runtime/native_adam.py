@@ -56,7 +56,7 @@ class Update:
     Only addresses are kept: the memory must be there, and mean the same, whenever a step is taken.
     """
 
-    __slots__ = ("_args", "_num_moments", "_rule")
+    __slots__ = ("_args", "_rule")
 
     def __init__(
         self,
@@ -69,9 +69,22 @@ class Update:
         *,
         first_element: int = 0,
     ) -> None:
-        self._rule, self._num_moments = rule, len(moments)
+        self._rule = rule
         self._args = args = _UpdateArgs()
-        _put_tensors(args, rule, weight, low, moments, scales, grad)
+        if rule not in _RULES:
+            raise ValueError(f"rule is {rule!r}; it must be one of {', '.join(_RULES)}")
+        args.weight = check_tensor("weight", weight, (torch.bfloat16,) if low is not None else _FLOATS)
+        args.count = count = weight.numel()
+        named = {"weight": weight, "grad": grad}
+        if low is not None:
+            args.low = check_tensor("low", low, _HALVES, count)
+            named["low"] = low
+        args.grad = check_tensor("grad", grad, _FLOATS, count)
+        named |= _put_moments(args, rule, moments, scales)
+        check_apart(**named)
+        args.rule, args.num_moments, args.grad_is_bf16 = _RULES.index(rule), len(moments), grad.dtype == torch.bfloat16
+        args.weight_format = 1 if low is not None else 0 if weight.dtype == torch.float32 else 2
+        args.moment_format = _MOMENT_FORMATS[moments[0].dtype] if moments else 0
         check_whole("first_element", first_element, 0, 2**62)
         args.first_element = first_element % 2**32
 
@@ -101,9 +114,9 @@ class Update:
         check_whole("step", step, 1, 2**62)
         check_whole("seed", seed, -(2**63), 2**64 - 1)
         args.momentum = check_number("momentum", momentum, 0.0)
-        if self._rule == "sgd" and (momentum > 0) != bool(self._num_moments):
+        if self._rule == "sgd" and (momentum > 0) != bool(args.num_moments):
             raise ValueError(
-                f"momentum is {momentum} with {self._num_moments} moments; sgd needs a buffer just when it is above 0"
+                f"momentum is {momentum} with {args.num_moments} moments; sgd needs a buffer just when it is above 0"
             )
         args.eps = check_number("eps", eps, 0.0)
         args.grad_scale = check_number("grad_scale", grad_scale, -sys.float_info.max)
@@ -113,6 +126,32 @@ class Update:
         args.inverse_root2 = (1 - beta2**step) ** -0.5
         args.minus_step_size = -(lr / (1 - beta1**step)) if self._rule == "adam" else -lr
         load_library().oz_update(ctypes.byref(args), seed % 2**64, step, check_threads(threads))
+
+
+def _put_moments(
+    args: _UpdateArgs, rule: str, moments: tuple[Tensor, ...], scales: tuple[Tensor | None, ...]
+) -> dict[str, Tensor]:
+    """Checks the moments and their scales and puts their addresses into `args`; returns them by name."""
+    named: dict[str, Tensor] = {}
+    names = _MOMENT_NAMES[rule] if moments or rule != "sgd" else ()
+    if len(moments) != len(names) or len(scales) != len(moments):
+        raise ValueError(
+            f"{len(moments)} moments with {len(scales)} scales; {rule} needs {len(names)} of each ({', '.join(names)})"
+        )
+    for k, (name, moment, scale) in enumerate(zip(names, moments, scales, strict=True)):
+        args.moments[k] = check_tensor(name, moment, tuple(_MOMENT_FORMATS), args.count)
+        if _MOMENT_FORMATS[moment.dtype] != _MOMENT_FORMATS[moments[0].dtype]:
+            raise ValueError(
+                f"{name} has dtype {moment.dtype}, but {names[0]} {moments[0].dtype}; one format is needed"
+            )
+        named[name] = moment
+        if moment.dtype not in _CODES:
+            if scale is not None:
+                raise ValueError(f"the scales of {name} must be None: it has dtype {moment.dtype}, not codes of 8 bits")
+            continue
+        args.scales[k] = check_tensor(f"the scales of {name}", scale, (torch.float32,), num_scales(args.count))  # type: ignore[arg-type]
+        named[f"the scales of {name}"] = scale  # type: ignore[assignment]
+    return named
 
 
 def update_(
@@ -128,49 +167,6 @@ def update_(
 ) -> None:
     """One step of an `Update` of these tensors, with the numbers of `Update.step`."""
     Update(rule, weight, low, moments, scales, grad, first_element=first_element).step(**numbers)
-
-
-def _put_tensors(
-    args: _UpdateArgs,
-    rule: str,
-    weight: Tensor,
-    low: Tensor | None,
-    moments: tuple[Tensor, ...],
-    scales: tuple[Tensor | None, ...],
-    grad: Tensor,
-) -> None:
-    """Checks the tensors against one another and puts their addresses and formats into `args`."""
-    if rule not in _RULES:
-        raise ValueError(f"rule is {rule!r}; it must be one of {', '.join(_RULES)}")
-    args.weight = check_tensor("weight", weight, (torch.bfloat16,) if low is not None else _FLOATS)
-    args.count = count = weight.numel()
-    named = {"weight": weight, "grad": grad}
-    if low is not None:
-        args.low = check_tensor("low", low, _HALVES, count)
-        named["low"] = low
-    args.grad = check_tensor("grad", grad, _FLOATS, count)
-    names = _MOMENT_NAMES[rule] if moments or rule != "sgd" else ()
-    if len(moments) != len(names) or len(scales) != len(moments):
-        raise ValueError(
-            f"{len(moments)} moments with {len(scales)} scales; {rule} needs {len(names)} of each ({', '.join(names)})"
-        )
-    for k, (name, moment, scale) in enumerate(zip(names, moments, scales, strict=True)):
-        args.moments[k] = check_tensor(name, moment, tuple(_MOMENT_FORMATS), count)
-        if _MOMENT_FORMATS[moment.dtype] != _MOMENT_FORMATS[moments[0].dtype]:
-            raise ValueError(
-                f"{name} has dtype {moment.dtype}, but {names[0]} {moments[0].dtype}; one format is needed"
-            )
-        named[name] = moment
-        if moment.dtype not in _CODES:
-            if scale is not None:
-                raise ValueError(f"the scales of {name} must be None: it has dtype {moment.dtype}, not codes of 8 bits")
-            continue
-        args.scales[k] = check_tensor(f"the scales of {name}", scale, (torch.float32,), num_scales(count))  # type: ignore[arg-type]
-        named[f"the scales of {name}"] = scale  # type: ignore[assignment]
-    check_apart(**named)
-    args.rule, args.num_moments, args.grad_is_bf16 = _RULES.index(rule), len(moments), grad.dtype == torch.bfloat16
-    args.weight_format = 1 if low is not None else 0 if weight.dtype == torch.float32 else 2
-    args.moment_format = _MOMENT_FORMATS[moments[0].dtype] if moments else 0
 
 
 def check_whole(name: str, value: int, least: int, most: int) -> None:

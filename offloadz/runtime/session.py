@@ -311,9 +311,8 @@ class Session:
             self.settle()
 
     def _drain(self) -> None:
-        with self.inline.clock.waiting():
-            for lane in (*self.workers.values(), self.inline):
-                lane.drain()
+        for lane in (*self.workers.values(), self.inline):
+            lane.drain()
         self.check()
 
     def abandon(self) -> None:

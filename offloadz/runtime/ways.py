@@ -38,27 +38,21 @@ class Ways:
 
     def gather(self, whole: Tensor, own: Tensor) -> None:
         """Fill `whole` with the equal pieces `own` of all ranks, in their order; `own` may be its place in `whole`."""
-        group = self._group(whole)
-        if group is not None:
-            dist.all_gather_single(whole, own, group=group)
-            return
-        there = torch.empty(whole.shape, dtype=whole.dtype)
-        dist.all_gather_single(there, own.cpu(), group=self._host)
-        whole.copy_(there)
+        self._collect(dist.all_gather_single, whole, own)
 
     def swap(self, out: Tensor, given: Tensor) -> None:
         """Piece q of `given` to rank q, for piece r of `out` from rank r; all pieces are equal."""
-        group = self._group(out)
+        self._collect(dist.all_to_all_single, out, given)
+
+    def _collect(self, collective: Callable[..., Any], out: Tensor, given: Tensor) -> None:
+        """Fill `out` by the group for memory like this; through the host where there is none."""
+        group = self._host if out.is_cpu else self._near
         if group is not None:
-            dist.all_to_all_single(out, given, group=group)
+            collective(out, given, group=group)
             return
         there = torch.empty(out.shape, dtype=out.dtype)
-        dist.all_to_all_single(there, given.cpu(), group=self._host)
+        collective(there, given.cpu(), group=self._host)
         out.copy_(there)
-
-    def _group(self, held: Tensor) -> Any:
-        """The group for memory like this; None where it goes through the host."""
-        return self._host if held.is_cpu else self._near
 
     def meet(self, device: torch.device, agree: Callable[[str], str]) -> str:
         """Make ready for tensors of `device`; returns why they go through the host, nothing where they need not.

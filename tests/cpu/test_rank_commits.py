@@ -6,7 +6,6 @@ only some of them have met.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,13 +19,6 @@ import offloadz
 
 DISK = dict.fromkeys(("parameters", "gradients", "optimizer_state", "activations"), "disk")
 WEIGHTS, STATE = {"parameters": "disk"}, {"optimizer_state": "disk", "gradients": "disk"}
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    made = Nursery()
-    yield made
-    made.close()
 
 
 @cache

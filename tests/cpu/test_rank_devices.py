@@ -6,7 +6,6 @@ GPUs that cannot copy to one another, is compared with the other one, and so is 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +19,6 @@ from offloadz.runtime import chosen
 DISK = dict.fromkeys(("parameters", "gradients", "optimizer_state", "activations"), "disk")
 DEVICE = dict.fromkeys(DISK, "device")
 MIXED = {"parameters": "disk", "gradients": "device", "optimizer_state": "host", "activations": "host"}
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    made = Nursery()
-    yield made
-    made.close()
 
 
 CASES = [

@@ -5,7 +5,6 @@ What one process is tested for, with the same samples and models.  K18 (evaluati
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,6 @@ from test_windows import LIMITS, plain
 from tiny_models import Outcome, assert_close, start_of, tiny
 
 DISK = dict.fromkeys(("parameters", "gradients", "optimizer_state", "activations"), "disk")
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    made = Nursery()
-    yield made
-    made.close()
 
 
 def outcome(outs: list[dict[str, Any]]) -> Outcome:

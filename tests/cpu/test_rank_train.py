@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,13 +20,6 @@ from offloadz.plan.errors import ConfigError
 from offloadz.plan.wishes import question
 from offloadz.runtime.ranks import Solo
 from offloadz.train.planning import decided, plan_lines
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    made = Nursery()
-    yield made
-    made.close()
 
 
 def trained(nursery: Nursery, ranks: int, config: Path, *overrides: str) -> list[str]:

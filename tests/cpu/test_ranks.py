@@ -7,7 +7,6 @@ the design; among each other ranks must say the same to the last bit.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -25,13 +24,6 @@ from offloadz.runtime.ranks import join
 
 DISK = {"parameters": "disk", "gradients": "disk", "optimizer_state": "disk", "activations": "disk"}
 LAUNCHED = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29501"}
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    made = Nursery()
-    yield made
-    made.close()
 
 
 @cache

@@ -11,7 +11,6 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,13 +21,6 @@ from offloadz.train.checkpoint import newest_valid
 
 COMPARED = 60
 """Steps whose losses are compared: in bfloat16, sums in another order have led elsewhere a hundred steps later."""
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    made = Nursery()
-    yield made
-    made.close()
 
 
 def lines(folder: Path) -> list[dict[str, object]]:

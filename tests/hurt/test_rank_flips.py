@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import shutil
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,13 +21,6 @@ from offloadz.memory.record import FLIP_FILE
 
 STEPS, FLIP = 6, 3
 DISK = dict.fromkeys(("parameters", "gradients", "optimizer_state"), "disk")
-
-
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    made = Nursery()
-    yield made
-    made.close()
 
 
 def configured(folder: Path, **changes: object) -> Path:
