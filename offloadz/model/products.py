@@ -146,7 +146,7 @@ class _Recording(TorchDispatchMode):
         kwargs, products = kwargs or {}, self.products
         if places := _written(func):
             products.spare(tree_leaves([args[i] if i < len(args) else kwargs.get(name) for i, name in places]))
-        if not _dear(func):
+        if not is_among(func, DEAR):
             return func(*args, **kwargs)
         seeded = torch.Tag.nondeterministic_seeded in func.tags
         before = [generator.get_state() for generator in products.generators if seeded]
@@ -169,7 +169,7 @@ class _Answering(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not _dear(func):
+        if not is_among(func, DEAR):
             return func(*args, **kwargs)
         answer = next(self._answers, None)
         if answer is None or (answer.op, answer.shapes) != (func, _shapes((args, kwargs))):
@@ -194,10 +194,11 @@ def _differs(name: str, came: str, answer: Answer | None) -> RuntimeError:
 
 
 @cache
-def _dear(func: OpOverload) -> bool:
-    """Whether its results are kept; what writes into what it is given has none of its own."""
+def is_among(func: OpOverload, names: tuple[str, ...]) -> bool:
+    """Whether it is one of torch's own operations called so; what writes into what it is given has no result of its
+    own, and is none."""
     space, _, name = func.overloadpacket._qualified_op_name.partition("::")
-    return space == "aten" and name in DEAR and not func._schema.is_mutable
+    return space == "aten" and name in names and not func._schema.is_mutable
 
 
 @cache

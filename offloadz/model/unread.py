@@ -17,7 +17,6 @@ The trade-off: a call into Python for each operation of a forward that runs agai
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import cache
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from offloadz.model.graphs import Graph, Place, Saved, Still
+from offloadz.model.products import is_among
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear")
 """What may be left out, by its name in torch."""
@@ -109,7 +109,7 @@ class _Products(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, index = kwargs or {}, len(self.ops)
-        if not _is_product(func):
+        if not is_among(func, PRODUCTS):
             return func(*args, **kwargs)
         self.ops.append(func)
         unread = self._num_read != ALL and index >= self._num_read
@@ -129,13 +129,6 @@ def _shaped(func: OpOverload, args: Any, kwargs: Any) -> Tensor:
 
 def _outline(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-
-
-@cache
-def _is_product(func: OpOverload) -> bool:
-    """Whether it may be left out; what writes into what it is given may not."""
-    space, _, name = func.overloadpacket._qualified_op_name.partition("::")
-    return space == "aten" and name in PRODUCTS and not func._schema.is_mutable
 
 
 def _has_own(ends: Iterable[GradientEdge | None]) -> bool:
