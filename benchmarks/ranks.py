@@ -161,8 +161,8 @@ def of_ranks(box: str, ranks: int) -> Any:
 
 def planned(shape: tuple[int, ...], machine: Any, ranks: int, rows: int, **told: Any) -> Any:
     """The plan of stage 3 for so many rows a rank."""
-    from offloadz.plan.search import Wishes
     from offloadz.plan.stages import decide_for
+    from offloadz.plan.wishes import Wishes
 
     stage = 3 if ranks > 1 else "auto"
     asked = Wishes(rows * ranks, ROW_LENGTH, compute="bfloat16", ranks=ranks, zero_stage=stage, commit="hold", keep=1)

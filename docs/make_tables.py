@@ -23,18 +23,20 @@ from typing import Any
 from offloadz.config import NOT_BUILT
 from offloadz.config.sections import RULES, SECTIONS, GroupConfig, rules
 from offloadz.config.values import shown, to_toml
+from offloadz.plan.answer import Plan
 from offloadz.plan.catalogue import FOLDER, machine_names, part, part_names, read_machine, sources_told
 from offloadz.plan.footprint import Batch
 from offloadz.plan.headers import spec_from_formula
 from offloadz.plan.machine import Machine
 from offloadz.plan.placement import Placement, home_bytes
 from offloadz.plan.predict import predict
+from offloadz.plan.question import Question
 from offloadz.plan.recipes import STATES, Recipe
-from offloadz.plan.search import Plan, Wishes, decide
+from offloadz.plan.search import decide
 from offloadz.plan.share import Share
 from offloadz.plan.spec import ModelSpec
 from offloadz.plan.waits import FULL
-from offloadz.plan.wishes import Question
+from offloadz.plan.wishes import Wishes
 from offloadz.plan.words import human
 
 ROOT = Path(__file__).parent.parent

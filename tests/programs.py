@@ -13,7 +13,7 @@ from offloadz.plan.ops import Op, Program
 from offloadz.plan.placement import Placement
 from offloadz.plan.shapes import ParamInfo, TableInfo, make_spec
 from offloadz.plan.spec import PAGE_BYTES, ModelSpec
-from offloadz.plan.steps import Backward, Finish, Forward, Phase, Turn, Updates, build
+from offloadz.plan.steps import Backward, Finish, Forward, Owed, Phase, Turn, Updates, build
 
 Identity = tuple[object, ...]
 
@@ -60,10 +60,10 @@ def step_program(
     for sweep in range(sweeps):
         phases += one_pass(spec, micros, sweep * len(spec.seats), sweep == sweeps - 1)
     phases.append(Finish(tables(spec)))
-    program = build(spec, placement, tuple(phases), trained_units(spec))
+    program = build(spec, placement, tuple(phases), Owed(trained_units(spec)))
     if not flush:
         return program
-    return Program(program.ops + build(spec, placement, (Updates(),), trained_units(spec)).ops)
+    return Program(program.ops + build(spec, placement, (Updates(),), Owed(trained_units(spec))).ops)
 
 
 def identity(op: Op) -> Identity:

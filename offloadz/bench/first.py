@@ -17,7 +17,7 @@ from offloadz.bench.rounds import QUICK
 from offloadz.memory.host import give_back
 from offloadz.plan.boxes import bench_file
 from offloadz.plan.errors import ConfigError, DiskFailed
-from offloadz.plan.wishes import question
+from offloadz.plan.question import question
 from offloadz.runtime.chosen import facts_named
 
 if TYPE_CHECKING:

@@ -16,10 +16,10 @@ from offloadz.memory.record import Saved
 from offloadz.memory.stripes import SMALL_BYTES, WEIGHT_SUM, weights_of
 from offloadz.memory.swapdir import STATE, owner_name
 from offloadz.memory.tier import PIECE_BYTES
+from offloadz.plan.answer import Plan
 from offloadz.plan.errors import CannotGoOn, DoesNotFit
 from offloadz.plan.paths import directory_of
 from offloadz.plan.rooms import drive_of, rooms_of
-from offloadz.plan.search import Plan
 from offloadz.plan.spec import aligned
 from offloadz.plan.words import human
 from offloadz.runtime.ranks import Solo

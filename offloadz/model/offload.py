@@ -34,6 +34,7 @@ from offloadz.model.sources import ModuleSource, RandomSource, Source
 from offloadz.model.stage import Stage
 from offloadz.model.tables import TableSeat
 from offloadz.model.weights import names_of, source_of
+from offloadz.plan.answer import Plan
 from offloadz.plan.errors import ConfigError, DoesNotFit
 from offloadz.plan.footprint import baseline, saved_bytes, score_copies
 from offloadz.plan.kept import SLACK, UNLIMITED, graph_token_bytes, kept_bytes
@@ -42,9 +43,9 @@ from offloadz.plan.machine import Machine, compute_dtype, probe_machine, with_de
 from offloadz.plan.placement import KINDS
 from offloadz.plan.products import check_cheap, micro_products_bytes, product_token_bytes, products_bytes
 from offloadz.plan.rooms import apart, rooms_of
-from offloadz.plan.search import Plan, Wishes
 from offloadz.plan.spec import ModelSpec
 from offloadz.plan.stages import decide_for
+from offloadz.plan.wishes import Wishes
 from offloadz.runtime.chosen import device_named
 from offloadz.runtime.devices import Device
 from offloadz.runtime.level import level

@@ -328,17 +328,17 @@ class Run:
         Where the state is on disk in copies (`copies` of 3 and more) and `path` lies on the same file system, it is
         hard links, which take no time and stay valid.  Elsewhere, and with `portable`, it is safetensors in fp32.
         """
-        from offloadz.model.state import save_state
+        from offloadz.model.state import cut_of, save_state
 
         self.flush()
-        return save_state(Path(path), self, portable=portable)
+        return save_state(Path(path), self, {"plan": cut_of(self)}, portable=portable)
 
     def load(self, path: str | Path) -> None:
-        """Load a checkpoint made by `save` under any placement."""
-        from offloadz.model.state import load_state
+        """Load a checkpoint made by `save` under any placement; the log says where its batches were cut otherwise."""
+        from offloadz.model.state import load_state, tell_cut
 
         self.flush()
-        load_state(Path(path), self)
+        tell_cut(Path(path), self, load_state(Path(path), self))
 
     def export(self, path: str | Path, dtype: str | None = None) -> Path:
         """Write a Hugging Face directory that loads with transformers as it is."""

@@ -43,6 +43,7 @@ from offloadz.model.told import (
     static_of,
     write_buffers,
 )
+from offloadz.plan.cut import Cut, cut_told
 from offloadz.plan.errors import ConfigError
 from offloadz.plan.footprint import EXTRA_ROOM_BYTES
 from offloadz.runtime.rest import set_weight
@@ -121,6 +122,18 @@ def load_state(path: Path, run: Any, *, checked: bool = False, adopted: bool = F
     with StreamReader(path / BUFFERS) as reader:
         fill_buffers(stock.buffers_in_place(), {name: reader.read(name) for name in reader.entries})
     return restore(run, told)
+
+
+def cut_of(run: Any) -> dict[str, Any]:
+    """What a checkpoint says of how a run cuts its batches, and of its placement."""
+    return cut_told(run.plan) | {"micro_batch_size": run.stage.micro_rows, "sweeps": run.sweeps}
+
+
+def tell_cut(path: Path, run: Any, extra: Mapping[str, Any]) -> None:
+    """Say where the run that saved a checkpoint cut its batches otherwise; `extra`: of the checkpoint."""
+    saved = Cut.read(extra.get("plan"), path)
+    if told := saved.differs(run.stage.micro_rows, run.sweeps) if saved else "":
+        log.warning("run.load: %s", told)
 
 
 def load_flip(told: Mapping[str, Any], run: Any) -> dict[str, Any]:

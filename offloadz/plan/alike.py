@@ -11,11 +11,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import wraps
-from typing import TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 from offloadz.plan.spec import ModelSpec, Part, Unit
 
 Found = TypeVar("Found")
+Told = ParamSpec("Told")
 
 
 @dataclass(frozen=True)
@@ -27,14 +28,17 @@ class Kind:
     count: int
 
 
-def once(ask: Callable[[ModelSpec], Found]) -> Callable[[ModelSpec], Found]:
-    """The same question with its answer remembered: a spec never changes."""
+def once(
+    ask: Callable[Concatenate[ModelSpec, Told], Found],
+) -> Callable[Concatenate[ModelSpec, Told], Found]:
+    """The same question with its answers remembered, one for each thing told beside the model: a spec never changes."""
 
     @wraps(ask)
-    def answer(spec: ModelSpec) -> Found:
-        if ask not in spec.memo:
-            spec.memo[ask] = ask(spec)
-        found: Found = spec.memo[ask]
+    def answer(spec: ModelSpec, /, *told: Told.args, **named: Told.kwargs) -> Found:
+        key = (ask, *told, *named.items())
+        if key not in spec.memo:
+            spec.memo[key] = ask(spec, *told, **named)
+        found: Found = spec.memo[key]
         return found
 
     return answer
@@ -53,6 +57,12 @@ def unit_kinds(spec: ModelSpec) -> tuple[Kind, ...]:
     return tuple(Kind(spec.units[i], i, count) for i, count in Counter(first_alike(spec)).items())
 
 
+def each_unit(spec: ModelSpec, ask: Callable[[Unit], Found]) -> tuple[Found, ...]:
+    """Per unit what `ask` says of it, asked of one of each kind."""
+    found = {kind.index: ask(kind.unit) for kind in unit_kinds(spec)}
+    return tuple(found[first] for first in first_alike(spec))
+
+
 @once
 def part_kinds(spec: ModelSpec) -> tuple[tuple[Part, bool], ...]:
     """One part of each size and dtype, and whether it is trained: enough to ask for the largest of anything."""
@@ -64,15 +74,18 @@ def part_kinds(spec: ModelSpec) -> tuple[tuple[Part, bool], ...]:
     return tuple((part, trained) for (*_, trained), part in kinds.items())
 
 
+@once
+def first_seats(spec: ModelSpec) -> tuple[int, ...]:
+    """Per seat the index of the first one that is like it: in kind, and in its units."""
+    firsts, found = first_alike(spec), dict[object, int]()
+    kinds = ((seat.kind, tuple(firsts[unit] for unit in seat.units)) for seat in spec.seats)
+    return tuple(found.setdefault(kind, i) for i, kind in enumerate(kinds))
+
+
 def seats_alike(spec: ModelSpec, seats: Iterable[int]) -> Iterable[tuple[int, int]]:
-    """(one seat, how many of `seats` are like it)."""
-    firsts, kinds, found = first_alike(spec), Counter[object](), dict[object, int]()
-    for seat in seats:
-        place = spec.seats[seat]
-        kind = (place.kind, tuple(firsts[unit] for unit in place.units))
-        kinds[kind] += 1
-        found.setdefault(kind, seat)
-    return [(found[kind], count) for kind, count in kinds.items()]
+    """(the first seat of the model that is like some of `seats`, how many they are)."""
+    firsts = first_seats(spec)
+    return Counter([firsts[seat] for seat in seats]).items()
 
 
 def _layout(unit: Unit) -> object:

@@ -23,11 +23,15 @@ class SharedLane:
     def __init__(self, box: SharedLanes) -> None:
         self._box = box
         self.queue: deque[int] = deque()
+        self.work_s = 0.0
+        """Seconds of all its ops with nothing beside them."""
         self.spans: list[tuple[Op, float, float]] = []
 
     def submit(self, op: Op, waits: Sequence[int]) -> int:
-        self.queue.append(len(self._box.ops))
-        return self._box.add(op, waits)
+        index = self._box.add(op, waits)
+        self.queue.append(index)
+        self.work_s += self._box.left_s[index]
+        return index
 
 
 class SharedLanes:
@@ -39,6 +43,8 @@ class SharedLanes:
     ) -> None:
         self.by_name = {name: SharedLane(self) for name in names}
         self.ops: list[Op] = []
+        self.left_s: list[float] = []
+        """Seconds of work of each op, as far as it is not done, with nothing beside it."""
         self._cost, self._speeds = cost, speeds
         self._open: list[int] = []
         """Events that each op still waits for."""
@@ -47,6 +53,7 @@ class SharedLanes:
     def add(self, op: Op, waits: Sequence[int]) -> int:
         index = len(self.ops)
         self.ops.append(op)
+        self.left_s.append(self._cost(op))
         self._open.append(len(waits))
         self._followers.append([])
         for event in waits:
@@ -55,27 +62,28 @@ class SharedLanes:
 
     def settle(self) -> None:
         """Let time pass until all that was submitted has been done."""
-        now = 0.0
+        now, left_s = 0.0, self.left_s
         known: dict[Active, tuple[float, ...]] = {}
-        running: dict[SharedLane, list[float]] = {}
-        """Per busy lane: index of its op, begin, seconds of work left."""
+        running: dict[SharedLane, int] = {}
+        """Per busy lane the op it is at."""
+        began_s = dict[int, float]()
         while True:
             for lane in self.by_name.values():
                 if lane not in running and lane.queue and not self._open[lane.queue[0]]:
-                    index = lane.queue.popleft()
-                    running[lane] = [index, now, self._cost(self.ops[index])]
+                    running[lane] = index = lane.queue.popleft()
+                    began_s[index] = now
             if not running:
                 return
-            active = tuple((self.ops[int(job[0])].lane, self.ops[int(job[0])].verb) for job in running.values())
+            active = tuple([self.ops[index][:2] for index in running.values()])
             speeds = known.get(active)
             if speeds is None:
                 speeds = known[active] = tuple(self._speeds(active))
-            passed_s = min(job[2] / speed for job, speed in zip(running.values(), speeds, strict=True))
+            passed_s = min([left_s[index] / speed for index, speed in zip(running.values(), speeds, strict=True)])
             now += passed_s
-            for (lane, job), speed in zip(list(running.items()), speeds, strict=True):
-                job[2] -= passed_s * speed
-                if job[2] <= 1e-12:
-                    self._finish(lane, int(job[0]), job[1], now)
+            for (lane, index), speed in zip(tuple(running.items()), speeds, strict=True):
+                left_s[index] -= passed_s * speed
+                if left_s[index] <= 1e-12:
+                    self._finish(lane, index, began_s.pop(index), now)
                     del running[lane]
 
     def _finish(self, lane: SharedLane, index: int, begin: float, end: float) -> None:

@@ -1,7 +1,7 @@
 """Where the last bench of this box is kept, for `offload.machine = "auto"`.
 
 In the user's state directory, one file for each box by its name, because a home directory may be shared by several.
-`offloadz bench` writes it (`bench/command.py`), plans read it like any machine file (`wishes.py`).  The trade-off: a
+`offloadz bench` writes it (`bench/command.py`), plans read it like any machine file (`question.py`).  The trade-off: a
 box that was changed since is not noticed; what a plan says of its rates has the date they were measured on.
 """
 

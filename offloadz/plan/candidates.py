@@ -27,7 +27,7 @@ from offloadz.plan.spec import ModelSpec
 from offloadz.plan.words import human
 
 if TYPE_CHECKING:
-    from offloadz.plan.search import Wishes
+    from offloadz.plan.wishes import Wishes
 
 MEMORY_SHARE = 0.9
 """Of what is available, left alone for whatever else the box does; a limit that a user sets is used whole."""

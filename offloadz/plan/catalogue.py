@@ -5,7 +5,7 @@ without one it counts as typical and unverified.  A box may name parts of the ca
 drives): their figures hold where the file has none of its own.  What several lanes get of memory and drives at once
 follows from what one gets alone, by typical shares, where a file does not tell it.  What else a file leaves out is
 taken from this box.  Left to others: what this box has (`machine.py`), and whether a run may use a file's limits
-(`wishes.py`).  The trade-off: a box has one GPU, because plans for several are not built.
+(`question.py`).  The trade-off: a box has one GPU, because plans for several are not built.
 """
 
 from __future__ import annotations

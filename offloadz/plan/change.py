@@ -17,7 +17,7 @@ from offloadz.plan.spec import ModelSpec
 from offloadz.plan.words import human
 
 if TYPE_CHECKING:
-    from offloadz.plan.search import Wishes
+    from offloadz.plan.wishes import Wishes
 
 TO_DISK = ("optimizer", "gradients", "parameters", "activations")
 """The order in which kinds leave memory."""

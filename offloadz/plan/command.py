@@ -15,6 +15,7 @@ from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from offloadz.plan.answer import Plan
 from offloadz.plan.cut import Cut, saved_cut
 from offloadz.plan.footprint import PHASES, TIERS
 from offloadz.plan.found import Find
@@ -22,11 +23,10 @@ from offloadz.plan.headers import find_directory
 from offloadz.plan.hiding import MOST_TOKENS
 from offloadz.plan.machine import rates_told
 from offloadz.plan.more import More, more_of
-from offloadz.plan.search import Plan
+from offloadz.plan.question import Question, question
 from offloadz.plan.timeline import read_traces, write_trace
 from offloadz.plan.vocabulary import tokenizer_missing
 from offloadz.plan.waits import bottleneck_told
-from offloadz.plan.wishes import Question, question
 from offloadz.plan.words import counted, human, lasting
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def plan_command(
 ) -> int:
     """Print the plan of a configuration; 0 where it fits, 3 where it does not.  Raises ConfigError (exit status 2).
 
-    `find`: see `wishes.question`.
+    `find`: see `question.question`.
     """
     config = _config(config_path, overrides)
     asked = question(config, machine_name, sets, find, weightless=True, cut=_cut(config, machine_name))

@@ -19,7 +19,8 @@ from offloadz.plan.placement import KINDS
 from offloadz.plan.words import lasting
 
 if TYPE_CHECKING:
-    from offloadz.plan.search import Plan, Wishes
+    from offloadz.plan.answer import Plan
+    from offloadz.plan.wishes import Wishes
 
 FASTEST = "placement:"
 """How the line begins that says how a placement was found."""

@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offloadz.plan.placement import KINDS
+from offloadz.plan.words import counted
 
 if TYPE_CHECKING:
-    from offloadz.plan.search import Plan, Wishes
+    from offloadz.plan.answer import Plan
+    from offloadz.plan.wishes import Wishes
 
 
 @dataclass(frozen=True)
@@ -48,11 +50,29 @@ class Cut:
             cut_told=f"as configured, or as {self.source} has it",
         )
 
+    def differs(self, micro_batch_size: int, sweeps: int) -> str:
+        """That a run cuts its batches otherwise, in a line; empty where it does not."""
+        if (self.micro_batch_size, self.sweeps) == (micro_batch_size, sweeps):
+            return ""
+        rows = self.micro_batch_size
+        kept = f"; micro_batch_size = {rows} and sweeps = {self.sweeps} keep them" if rows else ""
+        return (
+            f"{self.source} was made in {cut_words(rows, self.sweeps)}, this run computes in "
+            f"{cut_words(micro_batch_size, sweeps)}: sums come in another order, so later steps are close and not the "
+            f"same bits{kept}"
+        )
+
     def moved(self, plan: Plan) -> str:
         """What a plan keeps elsewhere than before, in a line; empty where nothing is."""
         now = {kind: getattr(plan.placement, kind) for kind in KINDS}
         moved = [f"{k} on {now[k]} (before: {was})" for k, was in self.placement.items() if now.get(k, was) != was]
         return f"{', '.join(moved)}: memory or rates are others than then; the numbers stay the same" if moved else ""
+
+
+def cut_words(micro_batch_size: int, sweeps: int) -> str:
+    """How a batch is cut, for people; micro-batches of 0 rows are all rows of a sweep."""
+    rows = counted(micro_batch_size, "row") if micro_batch_size else "all their rows"
+    return f"{counted(sweeps, 'sweep')} of micro-batches of {rows}"
 
 
 def cut_told(plan: Plan) -> dict[str, Any]:

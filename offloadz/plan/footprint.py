@@ -244,10 +244,10 @@ def saved_bytes(spec: ModelSpec, placement: Placement, batch: Batch) -> int:
     return batch.tokens_per_micro * spec.hidden_size * ITEM_BYTES[placement.compute]
 
 
+@once
 def num_saved(spec: ModelSpec, kept: int = 0) -> int:
     """Seats whose input is saved for the backward of a sweep; `kept`: the last ones, whose graph is."""
-    graphs = spec.keeping_seats(kept)
-    return sum(spec.seats[seat].kind != "head" and seat not in graphs for seat in spec.unfolding_seats)
+    return sum(spec.seats[seat].kind != "head" for seat in spec.other_seats(kept))
 
 
 def checkpoint_bytes(spec: ModelSpec) -> int:

@@ -15,7 +15,7 @@ from functools import cached_property
 from offloadz.plan.footprint import Batch
 from offloadz.plan.left import most_products
 from offloadz.plan.machine import Machine
-from offloadz.plan.ops import Op, Program
+from offloadz.plan.ops import Op
 from offloadz.plan.placement import Placement
 from offloadz.plan.predict import Costs, simulated, step_program
 from offloadz.plan.shorter import equal_blocks, shorter, walked
@@ -77,7 +77,6 @@ class _Step:
 
     def __init__(self, spec: ModelSpec, placement: Placement, batch: Batch, machine: Machine) -> None:
         self.spec, self.placement, self.batch, self.machine = spec, placement, batch, machine
-        self.programs: dict[tuple[int, int, int], Program] = {}
         few, more = walked(spec)
         far = (equal_blocks(spec)[1] - few) / (more - few)
         self.shares = (1 - far, far) if len(shorter(spec)) > 1 else (1.0,)
@@ -92,18 +91,10 @@ class _Step:
         some = 0.0 if place.kept or place.cheap else min(1.0, kept / max(1, seats) + cheap / max(1, able))
         lack_s = 0.0
         for share, part in zip(self.shares, shorter(self.spec), strict=True):
-            program = self.program(part, place, batch)
-            costs = _Merged(part, place, batch, self.machine, some)
-            found_s = simulated(program, costs)[2]
-            lack_s += share * (found_s - HIDDEN * sum(costs(op) for op in program.ops if op.lane == "device"))
+            program = step_program(part, place, replace(batch, micro_rows=rows))  # one micro-batch, whatever its size
+            lanes, _, found_s = simulated(program, _Merged(part, place, batch, self.machine, some))
+            lack_s += share * (found_s - HIDDEN * lanes["device"].work_s)
         return lack_s
-
-    def program(self, spec: ModelSpec, placement: Placement, batch: Batch) -> Program:
-        """A step with one micro-batch a sweep, whatever its size."""
-        key = (len(spec.units), placement.kept, placement.cheap)
-        if key not in self.programs:
-            self.programs[key] = step_program(spec, placement, replace(batch, micro_rows=batch.rows_per_sweep))
-        return self.programs[key]
 
 
 class _Merged(Costs):

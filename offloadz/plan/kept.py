@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from math import prod
 from typing import TYPE_CHECKING
 
-from offloadz.plan.alike import seats_alike
+from offloadz.plan.alike import each_unit, once, seats_alike
 from offloadz.plan.errors import ConfigError
 from offloadz.plan.placement import Placement
 from offloadz.plan.spec import ITEM_BYTES, Member, ModelSpec, Unit
@@ -62,11 +62,16 @@ def graph_token_bytes(spec: ModelSpec, seat: int, placement: Placement, batch: B
     if spec.seats[seat].kind == "module":
         return 2.0 * item * sum(u.num_elements for u in units)
     scores = max(0, batch.score_copies - 1) * spec.num_heads * batch.length
-    return float(item * (sum(_block_elements(spec, u) for u in units) + scores))
+    return float(item * (sum(_elements(spec)[u] for u in spec.seats[seat].units) + scores))
 
 
-def _block_elements(spec: ModelSpec, unit: Unit) -> int:
-    """Elements per token that autograd saves of a block's forward, attention scores apart."""
+@once
+def _elements(spec: ModelSpec) -> tuple[int, ...]:
+    """Per unit the elements per token that autograd saves of a forward, if it is a block's, attention scores apart."""
+    return each_unit(spec, lambda unit: _saved(spec, unit))
+
+
+def _saved(spec: ModelSpec, unit: Unit) -> int:
     members = [m for s in unit.sections for m in s.members]
     products = [m for m in members if len(m.shape) > 1]
     norms = [m for m in members if len(m.shape) == 1 and _is_norm(m) and not m.name.endswith("bias")]

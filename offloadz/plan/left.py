@@ -27,10 +27,10 @@ def most_products(spec: ModelSpec, kept: int = 0) -> int:
     return len(product_seats(spec, len(spec.seats), kept))
 
 
+@once
 def product_seats(spec: ModelSpec, count: int, kept: int = 0) -> frozenset[int]:
     """The last `count` seats that can keep results of products before those `kept` that keep their graph."""
-    before = spec.unfolding_seats[: max(0, len(spec.unfolding_seats) - kept)]
-    able = [seat for seat in before if seat in multiplying_seats(spec)]
+    able = [seat for seat in spec.other_seats(kept) if seat in multiplying_seats(spec)]
     return frozenset(able[max(0, len(able) - count) :])
 
 

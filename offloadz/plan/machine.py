@@ -81,6 +81,11 @@ class Machine:
     gpu: str = ""
     """The GPU of the box, whether or not it is what computes."""
 
+    @property
+    def drive_bytes(self) -> int | None:
+        """Size of the drive of `offload.swap`, as far as it is known."""
+        return self.drive.size_bytes if self.drive is not None else None
+
     def computing(self, dtype: str, kernels: str) -> Machine:
         """The same box with the rate of its device for blocks in `dtype` by `kernels` (auto: eager)."""
         wanted = ("float32",) if dtype == "float32" else (kernels, "eager")

@@ -15,8 +15,8 @@ from offloadz.plan.recipes import cheaper
 from offloadz.plan.words import human, lasting
 
 if TYPE_CHECKING:
-    from offloadz.plan.search import Plan
-    from offloadz.plan.wishes import Question
+    from offloadz.plan.answer import Plan
+    from offloadz.plan.question import Question
 
 HOST_BYTES = 32 << 30
 """Memory that a box is asked about in addition to its own."""

@@ -13,14 +13,17 @@ Where an update is written beside what is valid, that is `s3.0@spare` in memory 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 LANES = ("device", "h2d", "d2h", "cpu", "disk_read", "disk_write", "net")
 """In-order queues.  `device` is the computation itself: a walk pauses there until the model's own code arrives."""
 
 
-@dataclass(frozen=True)
-class Op:
-    """One small piece of work.  `after` are indices of earlier ops; `enters` are places first met in this program."""
+class Op(NamedTuple):
+    """One small piece of work.  `after` are indices of earlier ops; `enters` are places first met in this program.
+
+    A tuple, since a plan makes a hundred thousand of them and passes make each anew.
+    """
 
     lane: str
     verb: str

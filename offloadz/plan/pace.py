@@ -15,24 +15,16 @@ from offloadz.plan.ops import Program
 from offloadz.plan.passes import compiled
 from offloadz.plan.placement import Placement
 from offloadz.plan.spec import ModelSpec
-from offloadz.plan.steps import Phase, build
+from offloadz.plan.steps import Owed, Phase, build
 
 
-def program_of(
-    spec: ModelSpec,
-    placement: Placement,
-    phases: tuple[Phase, ...],
-    pending: tuple[int, ...] = (),
-    summed: tuple[int, ...] = (),
-    unended: bool = False,
-) -> Program:
-    """See `steps.build`."""
-    told = (phases, pending, summed, unended)
+def program_of(spec: ModelSpec, placement: Placement, phases: tuple[Phase, ...], owed: Owed) -> Program:
+    """The program of `phases` behind earlier ones."""
     pace: tuple[int, ...] = ()
     if spec.share.rank:
         first = replace(spec.share, rank=0)
-        pace = exchanges(program_of(spec.shared_by(first), replace(placement, share=first), *told))
-    return compiled(build(spec, placement, *told), placement, pace)
+        pace = exchanges(program_of(spec.shared_by(first), replace(placement, share=first), phases, owed))
+    return compiled(build(spec, placement, phases, owed), placement, pace)
 
 
 def exchanges(program: Program) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ on the drive before the weights of the third block, and the forward would wait f
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from offloadz.plan.errors import DoesNotFit
 from offloadz.plan.ops import Program
@@ -45,45 +45,52 @@ def pool_of(value: str, placement: Placement) -> str:
 
 def place(program: Program, placement: Placement) -> Program:
     """Values away from home get slots; raises DoesNotFit naming the pool when it is too small."""
-    lifetimes = last_uses(program, placement)
+    away = pools_of(program, placement)
+    lasts = iter(last_uses(program, away))
     pools: dict[str, list[tuple[int, int]]] = {}
-    """Per pool, per slot: (index after which it is free, index at which it was last given)."""
+    """Per pool its slots, first the one that was given longest ago: (index after which it is free, number)."""
     where: dict[str, str] = {}
     ops = []
     for index, op in enumerate(program.ops):
-        reads = tuple(where.get(r, r) for r in op.reads)
+        reads = tuple(map(where.get, op.reads, op.reads))
         for value in op.writes:
-            pool = pool_of(value, placement)
-            if pool and value not in op.reads:
-                slots = pools.setdefault(pool, [(-1, -1)] * placement.slots)
-                free = [i for i, (until, _) in enumerate(slots) if until < index]
-                if not free:
+            if value in away and value not in op.reads:
+                pool = away[value]
+                slots = pools.setdefault(pool, [(-1, slot) for slot in range(placement.slots)])
+                free = next((at for at, (until, _) in enumerate(slots) if until < index), None)
+                if free is None:
                     raise DoesNotFit(
                         f"pool {pool} has {placement.slots} slots and op {index} ({op.verb}) needs one more;"
                         " raise offload.slots"
                     )
-                slot = min(free, key=lambda i: slots[i][1])
-                slots[slot] = (lifetimes[index, value], index)
+                slot = slots.pop(free)[1]
+                slots.append((next(lasts), slot))
                 where[value] = f"{pool}#{slot}"
-        ops.append(op.at(reads, tuple(where.get(w, w) for w in op.writes)))
+        ops.append(op.at(reads, tuple(map(where.get, op.writes, op.writes))))
     return Program(tuple(ops), {pool: len(slots) for pool, slots in pools.items()})
 
 
-def last_uses(program: Program, placement: Placement) -> dict[tuple[int, str], int]:
-    """For each (op index, value) that defines a value away from home: the index of the last op that touches it."""
-    defined: dict[str, int] = {}
-    last: dict[tuple[int, str], int] = {}
+def pools_of(program: Program, placement: Placement) -> dict[str, str]:
+    """The pool of every value that the program writes away from its home."""
+    values = dict.fromkeys(value for op in program.ops for value in op.writes)
+    return {value: pool for value in values if (pool := pool_of(value, placement))}
+
+
+def last_uses(program: Program, away: Container[str]) -> list[int]:
+    """For each time that a value `away` from home is made, in their order: the index of the last op that touches it."""
+    made: dict[str, int] = {}
+    lasts: list[int] = []
     for index, op in enumerate(program.ops):
         for value in op.reads:
-            if value in defined:
-                last[defined[value], value] = index
+            if value in made:
+                lasts[made[value]] = index
         for value in op.writes:
-            if value not in op.reads and pool_of(value, placement):
-                defined[value] = index
-                last[index, value] = index
-            elif value in defined:
-                last[defined[value], value] = index
-    return last
+            if value in away and value not in op.reads:
+                made[value] = len(lasts)
+                lasts.append(index)
+            elif value in made:
+                lasts[made[value]] = index
+    return lasts
 
 
 def hoisted(program: Program, waits: Sequence[set[int]], pace: Sequence[int] = ()) -> list[int]:
@@ -97,12 +104,13 @@ def hoisted(program: Program, waits: Sequence[set[int]], pace: Sequence[int] = (
     computed = [-1, *(index for index, op in enumerate(program.ops) if op.lane == "device")]
     least = iter(pace)
     for index, op in enumerate(program.ops):
-        own = max((level[w] for w in waits[index]), default=-1)
+        own = max([level[w] for w in waits[index]], default=-1)
         own = max(own, computed[next(least, 0)]) if op.lane == "net" else own
         own = index if op.lane == "device" else max(own, lanes.get(op.lane, -1))
         lanes[op.lane] = own
         level.append(own)
-    return sorted(range(len(level)), key=lambda i: (level[i], program.ops[i].lane != "device", i))
+    behind = [2 * at + (op.lane != "device") for at, op in zip(level, program.ops, strict=True)]
+    return sorted(range(len(level)), key=behind.__getitem__)
 
 
 def link(program: Program, waits: Sequence[set[int]], order: Sequence[int]) -> Program:
@@ -112,9 +120,9 @@ def link(program: Program, waits: Sequence[set[int]], order: Sequence[int]) -> P
     ops = []
     for index in order:
         op = program.ops[index]
-        enters = tuple(dict.fromkeys(p for p in (*op.reads, *op.writes) if p not in seen))
+        enters = tuple([place for place in dict.fromkeys(op.reads + op.writes) if place not in seen])
         seen.update(enters)
-        ops.append(op.linked(tuple(sorted(number[w] for w in waits[index])), enters))
+        ops.append(op.linked(tuple(sorted([number[w] for w in waits[index]])), enters))
     return Program(tuple(ops), program.slots)
 
 
@@ -141,6 +149,6 @@ def hazards(program: Program) -> list[set[int]]:
 def check(program: Program) -> None:
     """Edges point backward: a walk would wait for ever for an op that it has not submitted."""
     for index, op in enumerate(program.ops):
-        forward = [a for a in op.after if a >= index]
-        if forward:
-            raise RuntimeError(f"op {index} waits for op {forward[0]}:\n{program.text(index)}")
+        last = max(op.after, default=-1)
+        if last >= index:
+            raise RuntimeError(f"op {index} waits for op {last}:\n{program.text(index)}")

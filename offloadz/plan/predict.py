@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from offloadz.plan.alike import once
 from offloadz.plan.beside import SharedLane, SharedLanes
 from offloadz.plan.footprint import Batch, saved_bytes
 from offloadz.plan.left import GRAPH, PRODUCTS, left_by
@@ -23,7 +24,7 @@ from offloadz.plan.products import again_bytes, product_token_bytes
 from offloadz.plan.recipes import Recipe
 from offloadz.plan.shared import Sharing, shared_s
 from offloadz.plan.spec import ITEM_BYTES, PART_ELEMENTS, PIECE_BYTES, ModelSpec, aligned
-from offloadz.plan.steps import Backward, Finish, Forward, Phase, Turn
+from offloadz.plan.steps import Backward, Finish, Forward, Owed, Phase, Turn
 from offloadz.plan.timeline import Timeline, from_virtual
 from offloadz.plan.unread import unread_elements
 from offloadz.plan.walk import simulate
@@ -74,20 +75,20 @@ class Prediction:
         return max(busy, key=lambda name: busy[name])
 
 
-def training_phases(spec: ModelSpec, batch: Batch, kept: int = 0, cheap: int = 0) -> tuple[Phase, ...]:
+def training_phases(spec: ModelSpec, sweeps: int, num_micros: int, kept: int = 0, cheap: int = 0) -> tuple[Phase, ...]:
     """The phases of one optimizer step: per sweep a forward and a backward, then the end of the gradients.
 
     `kept`: seats, the last ones, that keep their graph; `cheap`: before them, that keep results of products.
     """
     phases: list[Phase] = []
     lowest, left = spec.first_trained_seat, left_by(spec, kept, cheap)
-    for sweep in range(batch.sweeps):
+    for sweep in range(sweeps):
         turns = []
         for seat, place in enumerate(spec.seats):
-            micros = 1 if place.kind == "table" else batch.num_micros
+            micros = 1 if place.kind == "table" else num_micros
             turns.append(Turn(seat, sweep * len(spec.seats) + seat, micros, seat >= lowest, left.get(seat, "")))
         back = tuple(t for t in reversed(turns) if t.graded)
-        phases += [Forward(tuple(turns)), Backward(back, last=sweep == batch.sweeps - 1)]
+        phases += [Forward(tuple(turns)), Backward(back, last=sweep == sweeps - 1)]
     tables = tuple(
         i for i, s in enumerate(spec.seats) if s.kind == "table" and any(spec.units[u].trainable for u in s.units)
     )
@@ -96,10 +97,16 @@ def training_phases(spec: ModelSpec, batch: Batch, kept: int = 0, cheap: int = 0
 
 def step_program(spec: ModelSpec, placement: Placement, batch: Batch) -> Program:
     """The compiled program of a steady step: every trained unit still has its update from the step before."""
+    return _steady(spec, placement, batch.sweeps, batch.num_micros)
+
+
+@once
+def _steady(spec: ModelSpec, placement: Placement, sweeps: int, num_micros: int) -> Program:
+    """Remembered, since neither rates nor the length of rows change anything of it."""
     held = placement.commit == "hold"  # else a step leaves no update to the next
     pending = tuple(i for i, unit in enumerate(spec.units) if unit.trainable and held)
-    phases = training_phases(spec, batch, placement.kept, placement.cheap)
-    return program_of(spec, placement, phases, pending, unended=True)
+    phases = training_phases(spec, sweeps, num_micros, placement.kept, placement.cheap)
+    return program_of(spec, placement, phases, Owed(pending, unended=True))
 
 
 class Costs:
@@ -247,9 +254,7 @@ def predict(
     taken |= {name: sum(end - start for _, start, end in lane.spans) for name, lane in lanes.items()}
     read = sum(costs.nbytes(op) for op in program.ops if op.lane == "disk_read")
     written = sum(costs.written_bytes(op) for op in program.ops if op.lane == "disk_write")
-    busy = dict.fromkeys(LANES, 0.0)
-    for op in program.ops:
-        busy[op.lane] += costs(op)
+    busy = dict.fromkeys(LANES, 0.0) | {name: lane.work_s for name, lane in lanes.items()}
     return Prediction(program, lanes, step_s, busy, read, written, shared, taken)
 
 

@@ -14,7 +14,7 @@ from offloadz.plan.words import counted, human
 
 if TYPE_CHECKING:
     from offloadz.plan.candidates import Candidate
-    from offloadz.plan.search import Wishes
+    from offloadz.plan.wishes import Wishes
 
 WHERE = {"host": "in memory", "device": "on the device", "disk": "on disk"}
 

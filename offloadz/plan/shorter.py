@@ -53,12 +53,11 @@ def equal_blocks(spec: ModelSpec) -> tuple[int, int]:
     return best, length
 
 
-def _kind(spec: ModelSpec, seat: int) -> tuple[tuple[int, str, bool], ...] | None:
+def _kind(spec: ModelSpec, seat: int) -> int | None:
     """What two blocks must have in common; None for what is no block, or shares its weights."""
     place = spec.seats[seat]
-    if place.kind != "block" or len(place.units) != 1 or place.units[0] in spec.shared_units:
-        return None
-    return tuple((s.num_elements, s.dtype, s.trainable) for s in spec.units[place.units[0]].sections)
+    alone = place.kind == "block" and len(place.units) == 1 and place.units[0] not in spec.shared_units
+    return first_alike(spec)[place.units[0]] if alone else None
 
 
 def without(spec: ModelSpec, first: int, count: int) -> ModelSpec:

@@ -361,6 +361,10 @@ class ModelSpec:
         """The last `count` seats that can keep their graph: those whose graphs live shortest."""
         return frozenset(self.unfolding_seats[max(0, len(self.unfolding_seats) - count) :])
 
+    def other_seats(self, count: int) -> tuple[int, ...]:
+        """Those before them."""
+        return self.unfolding_seats[: max(0, len(self.unfolding_seats) - count)]
+
     @cached_property
     def table_units(self) -> frozenset[int]:
         """Units of tables: their gradient is complete only when the looked-up rows are added, at the step's end."""

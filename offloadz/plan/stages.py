@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from offloadz.plan.answer import Plan
 from offloadz.plan.change import TO_DISK
 from offloadz.plan.errors import ConfigError
 from offloadz.plan.machine import COMPUTING, Machine
 from offloadz.plan.predict import NET_RATE
-from offloadz.plan.search import Plan, Wishes, decide
+from offloadz.plan.search import decide
 from offloadz.plan.share import STAGES, Share
 from offloadz.plan.spec import ModelSpec
+from offloadz.plan.wishes import Wishes
 
 SHARED_RATES = ("memory", "memory_shared", "disk_read", "disk_write", "disk_both")
 """What ranks of one machine have together; without GPUs, and buses of their own, they share those too."""

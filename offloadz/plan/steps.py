@@ -14,7 +14,7 @@ for the state.  With `commit = "in_place"` there is no spare and nothing is kept
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 from offloadz.plan.left import GRAPH, PRODUCTS
@@ -75,26 +75,30 @@ class Spread:
 Phase = Forward | Backward | Finish | Updates | Spread
 
 
+@dataclass(frozen=True)
+class Owed:
+    """What earlier programs of a run have left to do."""
+
+    pending: tuple[int, ...] = ()
+    """Units whose update is due."""
+    summed: tuple[int, ...] = ()
+    """Units whose stored gradient holds an open fp32 sum."""
+    unended: bool = False
+    """Whether a step was decided and the end of its updates (`Placement.ending`) is to come."""
+
+
+NOTHING = Owed()
+
+
 def graph_of(turn: Turn, unit: int, micro: int) -> tuple[str, ...]:
     """The place of a graph that is kept from forward to backward."""
     return (f"k{turn.call}.{unit}.{micro}@live",)
 
 
-def build(
-    spec: ModelSpec,
-    placement: Placement,
-    phases: tuple[Phase, ...],
-    pending: tuple[int, ...] = (),
-    summed: tuple[int, ...] = (),
-    unended: bool = False,
-) -> Program:
-    """The sequential program of `phases`.
-
-    `pending`: units whose update is due from an earlier step.  `summed`: units whose stored gradient already holds an
-    open fp32 sum.  `unended`: an earlier step was decided, and the end of its updates (`Placement.ending`) is to come.
-    Places are values on tiers; run `passes.compiled` on the result.
-    """
-    script = Script(spec, placement, list(pending), unended or bool(pending), grads=dict.fromkeys(summed, "sum"))
+def build(spec: ModelSpec, placement: Placement, phases: tuple[Phase, ...], owed: Owed = NOTHING) -> Program:
+    """The sequential program of `phases`.  Places are values on tiers; run `passes.compiled` on the result."""
+    pending, unended = list(owed.pending), owed.unended or bool(owed.pending)
+    script = Script(spec, placement, pending, unended, grads=dict.fromkeys(owed.summed, "sum"))
     for phase in phases:
         if isinstance(phase, Forward):
             for turn in phase.turns:
@@ -248,7 +252,7 @@ class Script(Upkeep):
             route = tuple(reversed(self.placement.grad_route))
             self.along(route, "g", f"g{unit}", self.sums(unit, route[0]), unit=unit, nbytes=nbytes)
             if not self.placement.share.sums_whole:
-                self.ops[-1] = replace(self.ops[-1], verb="seed.g")
+                self.ops[-1] = self.ops[-1]._replace(verb="seed.g")
         else:
             self.emit("h2d", "zero.g", writes=slope, unit=unit, nbytes=nbytes)
         return slope

@@ -8,7 +8,7 @@ told wrong is planned a twentieth too fast or slow where it recomputes.
 
 from __future__ import annotations
 
-from offloadz.plan.alike import once
+from offloadz.plan.alike import each_unit, once
 from offloadz.plan.spec import ModelSpec, Unit
 
 NORMED = ("post_feedforward", "post_mlp")
@@ -18,7 +18,7 @@ NORMED = ("post_feedforward", "post_mlp")
 @once
 def unread_elements(spec: ModelSpec) -> tuple[int, ...]:
     """Per unit the elements of its last product's weights, if nobody reads the result."""
-    return tuple(_unread(spec, unit) for unit in spec.units)
+    return each_unit(spec, lambda unit: _unread(spec, unit))
 
 
 def _unread(spec: ModelSpec, unit: Unit) -> int:

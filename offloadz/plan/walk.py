@@ -51,6 +51,16 @@ class Frontier:
         self._readers.clear()
 
 
+class Apart(Frontier):
+    """Of one program by itself: nothing is before it, and nothing comes after."""
+
+    def waits(self, op: Op) -> list[Event]:
+        return []
+
+    def record(self, op: Op, event: Event) -> None:
+        pass
+
+
 class Walk:
     """A position in a program, and the events of what has been submitted."""
 
@@ -78,10 +88,11 @@ class Walk:
 
     def advance(self) -> Op | None:
         """Submit everything up to the next `device` op; returns that op."""
-        while (op := self.waiting_for) is not None and op.lane != "device":
+        ops = self.program.ops
+        while self.index < len(ops) and ops[self.index].lane != "device":
             self._submit(self.index)
             self.index += 1
-        return op
+        return self.waiting_for
 
     def compute(self) -> None:
         """Submit the `device` op the walk stands before, then everything up to the next one."""
@@ -136,7 +147,7 @@ class VirtualLane:
 
 
 def simulate(program: Program, lanes: Mapping[str, Lane], frontier: Frontier | None = None) -> None:
-    """Walk the whole program without pausing, as a simulation does."""
-    walk = Walk(program, lanes, frontier or Frontier())
+    """Walk the whole program without pausing, as a simulation does; `frontier`: of several that follow each other."""
+    walk = Walk(program, lanes, frontier or Apart())
     while walk.advance() is not None:
         walk.compute()

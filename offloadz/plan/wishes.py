@@ -1,342 +1,100 @@
-"""From a configuration to what the search is asked: the user's choices, this box, and the room on its drives.
+"""What a user may ask for of a plan.
 
-`offloadz plan`, `offloadz show` and `offloadz train` all ask here, so they cannot disagree.  Reads the model's headers
-and asks the system for free space; opens no tensor.  The trade-off: space that an earlier run of the same output holds
-counts as free, because this run takes it over; another program that fills the drive meanwhile is not foreseen.
+Left to others: where it comes from (`question.py`, `model/offload.py`), what it may choose from (`candidates.py`).  The
+trade-off: room and limits stand beside choices, since a user may set them too.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from glob import glob
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from offloadz.plan.boxes import bench_file
-from offloadz.plan.catalogue import (
-    BYTES,
-    COUNT,
-    LANES,
-    PARTS,
-    RATE,
-    TEXT,
-    UNITS,
-    Figure,
-    number,
-    read_machine,
-    with_drives,
-    with_part,
-    with_rates,
-)
-from offloadz.plan.cut import Cut
 from offloadz.plan.errors import ConfigError
-from offloadz.plan.estimate import estimate
-from offloadz.plan.families import shapes_note
-from offloadz.plan.footprint import Batch, baseline, reading, score_copies
-from offloadz.plan.found import Find, with_found
-from offloadz.plan.headers import find_directory, has_weights, model_spec, read_config
-from offloadz.plan.machine import DeviceFacts, Drive, Machine, compute_dtype, probe_machine
-from offloadz.plan.placement import Placement
-from offloadz.plan.positions import positions_note
-from offloadz.plan.predict import Prediction, predict
-from offloadz.plan.products import check_cheap
-from offloadz.plan.recipes import recipe_of
-from offloadz.plan.rooms import apart, drive_of, room_at, rooms_of, shared_lines
-from offloadz.plan.search import Plan, Wishes
-from offloadz.plan.spec import ModelSpec
-from offloadz.plan.stages import decide_for, for_each
-from offloadz.plan.words import human
-
-if TYPE_CHECKING:
-    from offloadz.config import Config
-
-SETTABLE = {
-    **dict.fromkeys(("host_memory", "device_memory", "disk_free", "endurance"), BYTES),
-    "cores": COUNT,
-    "ranks": COUNT,
-    **dict.fromkeys(PARTS, TEXT),
-    **UNITS["rates"],
-    "bandwidth": RATE,
-    **dict.fromkeys(LANES.values(), RATE),
-}
-"""What `offloadz plan --set` may change of the machine, with its unit: sizes, parts of the catalogue, rates."""
+from offloadz.plan.footprint import BASELINE_BYTES
+from offloadz.plan.kept import check_recompute
+from offloadz.plan.placement import KINDS
 
 
 @dataclass(frozen=True)
-class Question:
-    """What `decide` is given."""
+class Wishes:
+    """What the user fixed; `auto` and 0 leave it to the plan, None means no limit is known."""
 
-    spec: ModelSpec
-    machine: Machine
-    wishes: Wishes
-    notes: tuple[str, ...] = ()
-    """What the user should know, and need not change."""
+    batch_size: int
+    max_length: int
+    micro_batch_size: int = 0
+    sweeps: int = 0
+    cut_told: str = "as configured"
+    """Why these two are fixed, where they are."""
+    slots: int = 0
+    parameters: str = "auto"
+    gradients: str = "auto"
+    optimizer: str = "auto"
+    activations: str = "auto"
+    swap: bool = False
+    """Whether a swap directory is given; without one nothing goes to disk."""
+    disk_free: int | None = None
+    checkpoint_free: int | None = None
+    same_drive: bool = False
+    """Whether `offload.swap` and `train.output` share a file system, and with it the room."""
+    host_memory: int | None = None
+    device_memory: int | None = None
+    compute: str = "float32"
+    """Dtype of computation: float32 on a CPU, whose bf16 products are unusably slow without special instructions."""
+    opaque: bool = False  # see `Placement.opaque`
+    score_copies: int = 0  # see `footprint.score_copies`
+    keep: int = 2
+    copies: int = 1
+    """`keep`: 0 is 2 checkpoints, or 1 where they are links.  `copies`: of the state on disk; 0 is as many as fit."""
+    linkable: bool = False  # checkpoints may be links to the state on disk: one file system, and checksums
+    threads: int = 0
+    baseline_bytes: int = BASELINE_BYTES
+    export_item_bytes: int = 2
+    reading_bytes: int = 0  # beside the interpreter while data are read
+    random: bool = False  # whether the weights are drawn at random
+    recompute: str = "auto"
+    """Which blocks run again in the backward: auto (as far as there is no room for their graphs) | all | none
+    | cheap (what lies between their products)."""
+    commit: str = "auto"
+    """`in_place` is only taken where it is asked for: a step that fails half-way then ends the run."""
+    clipping: bool = True  # whether a step may be clipped, and so updated twice with shadow
+    ranks: int = 1
+    zero_stage: str | int = "auto"  # see stages.py
 
-    def answer(self) -> Plan:
-        return decide_for(self.spec, self.machine, self.wishes)
+    def with_room(self, num_bytes: int) -> Wishes:
+        """With this much room on the drive of `offload.swap`; where none is named, under `train.output`."""
+        shared = num_bytes if self.same_drive or not self.swap else self.checkpoint_free
+        return replace(self, disk_free=num_bytes, checkpoint_free=shared)
 
-    def step_of(self, plan: Plan) -> Prediction:
-        """A steady step of an answer, on each of its ranks, walked over all blocks."""
-        return predict(*self._simulated(plan))
+    def within(self, size_bytes: int | None) -> Wishes:
+        """With no more of the room that is free than a drive of this size has; None: not known."""
+        if size_bytes is None or self.disk_free is None:
+            return self
+        return self.with_room(min(size_bytes, self.disk_free))
 
-    def few_blocks_of(self, plan: Plan) -> Prediction:
-        """The same from a walk over some of the blocks."""
-        return estimate(*self._simulated(plan))
+    def on_drive(self, size_bytes: int | None, elsewhere: bool) -> Wishes:
+        """With the whole of a drive, whatever is free on those here.
 
-    def _simulated(self, plan: Plan) -> tuple[ModelSpec, Placement, Batch, Machine]:
-        share, placement = plan.placement.share, replace(plan.placement, commit=plan.commit)
-        return self.spec.shared_by(share), placement, plan.batch, for_each(self.machine, share.ranks)
-
-
-def question(
-    config: Config,
-    machine_name: str | None = None,
-    sets: Sequence[str] = (),
-    find: Find = lambda told: None,
-    weightless: bool = False,
-    cut: Cut | None = None,
-) -> Question:
-    """Model, machine and wishes of a configuration; `sets` are `key=value` over this machine's facts.
-
-    `find`: what says of this box which device `offload.device` means; the host, where it is left out.  `weightless`:
-    whether a model whose weights are not there is known by its config.json.  `cut`: of the run that this one goes on
-    with.
-
-    Raises ConfigError for what is wrong or not built.
-    """
-    model, directory = config.model, find_directory(config.model.path)
-    absent = weightless and not has_weights(directory)
-    init = "random" if absent else model.init
-    spec = model_spec(
-        model.path, model.dtype, init=init, keep_float32=model.keep_float32, freeze=model.freeze,
-        add_tokens=model.add_tokens,
-    )  # fmt: skip
-    told = config.optimizer
-    spec = spec.with_recipe(recipe_of(told.name, told.state, told.momentum))
-    note = positions_note(spec, read_config(directory), config.data.max_length, "data.max_length")
-    wishes = wishes_of(config, read_config(directory))
-    wishes = cut.held(wishes) if cut is not None else wishes
-    wishes = replace(wishes, reading_bytes=_reading_bytes(config, directory), random=model.init == "random")
-    facts = None if machine_name else find(config.offload.device)
-    machine = asked_machine(config, machine_name, facts)
-    elsewhere = bool(machine_name)
-    wishes = _with_drive(machine, wishes, elsewhere) if elsewhere else _with_free(machine, wishes)
-    machine, wishes = _changed(machine, wishes, sets, len(config.offload.swap), elsewhere)
-    compute = compute_dtype(facts, spec.dtype) if facts or machine.unified else spec.dtype
-    kernels = "eager" if model.kernels == "auto" else model.kernels
-    check_cheap(wishes.recompute, kernels)
-    machine = machine.computing(compute, kernels)
-    more = [_room_note(machine, wishes)] if elsewhere else [_gpu_note(machine), *_swap_notes(config)]
-    more.append(_kernels_note(machine, kernels, compute))
-    notes = [note, *_shape_notes(config, directory, init), *more]
-    wishes = replace(wishes, compute=compute, opaque=kernels != "eager")
-    return Question(spec, machine, wishes, tuple(filter(None, notes)))
+        `elsewhere`: not on this box, so checkpoints go there too, and a drive of unknown size has no limit.
+        """
+        if elsewhere:
+            return replace(self, disk_free=size_bytes, checkpoint_free=size_bytes)
+        return self if size_bytes is None else self.with_room(size_bytes)
 
 
-def _shape_notes(config: Config, directory: Path, init: str) -> Iterator[str]:
-    """What shapes rest on where they are not those of files."""
-    if init != config.model.init:
-        yield (
-            f"{directory} holds no weights: shapes from its config.json alone; a run needs model.safetensors, or "
-            'model.init = "random"'
+def check_wishes(wishes: Wishes) -> None:
+    """Raise ConfigError for wishes that contradict each other."""
+    check_recompute(wishes.recompute)
+    for key, number in (("train.batch_size", wishes.batch_size), ("data.max_length", wishes.max_length)):
+        if number < 1:
+            raise ConfigError(f"{key} = {number}; needed: at least 1")
+    if not wishes.swap:
+        fixed = [kind for kind in KINDS if getattr(wishes, kind) == "disk"]
+        if fixed:
+            raise ConfigError(
+                f'offload.{fixed[0]} = "disk", and offload.swap is empty; name a directory in offload.swap'
+            )
+    if wishes.micro_batch_size > wishes.batch_size:
+        raise ConfigError(
+            f"train.micro_batch_size = {wishes.micro_batch_size} is above train.batch_size = {wishes.batch_size}"
         )
-    if init == "random":
-        yield shapes_note(read_config(directory))
-
-
-def _swap_notes(config: Config) -> Iterator[str]:
-    """What is to be known of several swap paths: the room of each, and whether they are several drives."""
-    paths, output = apart(config.offload.swap), Path(config.train.output) if config.train.output else None
-    if len(paths) > 1:
-        rooms = zip(paths, rooms_of(paths, output), strict=True)
-        told = ", ".join(f"{path} has room for {human(room)}" for path, room in rooms)
-        how = "by its speed, measured at the first start, as far as it has room"
-        yield f"offload.swap: {told}; each gets a share {how}"
-        yield from (f"offload.swap: {line}" for line in shared_lines(paths))
-
-
-def _gpu_note(machine: Machine) -> str:
-    """What a machine file about this box says and a run does not use."""
-    if not machine.gpu or not machine.unified:
-        return ""
-    return (
-        f"{machine.name} has a GPU ({machine.gpu}); this run computes on the CPU: offload.device says so, or torch"
-        " finds none"
-    )
-
-
-def _kernels_note(machine: Machine, kernels: str, compute: str) -> str:
-    """What is to be known of kernels that were asked for."""
-    told = ["blocks are compiled at the first step of each length of rows, some ten seconds"] * (kernels == "compile")
-    if kernels != "eager" and (kernels not in machine.rates or compute != "bfloat16"):
-        told.append(
-            f"how fast they are in {compute} on {machine.name} is not known, so times are those of eager blocks"
-        )
-    return f'model.kernels = "{kernels}": {"; ".join(told)}' if told else ""
-
-
-def _reading_bytes(config: Config, directory: Path) -> int:
-    """What reading the tokenizer and the records takes, from the sizes of their files."""
-    tokenizer = directory / "tokenizer.json"
-    records = {path for pattern in (*config.data.train, *config.data.eval) for path in glob(pattern)}
-    tokenizer_bytes = tokenizer.stat().st_size if tokenizer.exists() else 0
-    return reading(tokenizer_bytes, sum(os.path.getsize(path) for path in records))
-
-
-def asked_machine(config: Config, name: str | None = None, facts: DeviceFacts | None = None) -> Machine:
-    """The box a plan is for: `name` (a file or catalogue name) as it stands; else this one.
-
-    A file of `offload.machine`, or with "auto" that of the last bench, says what is known of this one, so it lowers its
-    memory and cores and never raises them.
-    `facts`: the device that was found here and computes; that of another box does, unless `offload.device = "cpu"`.
-    """
-    box, told = probe_machine(), config.offload.machine
-    swap = apart(config.offload.swap)
-    drives = max(1, len({drive_of(path) for path in swap}))
-    box = replace(box, rates={lane: r * (drives if lane in LANES.values() else 1) for lane, r in box.rates.items()})
-    if name:
-        return read_machine(name, box, swap, gpu=config.offload.device != "cpu")
-    if told == "auto":
-        if not bench_file().is_file():
-            return with_found(box, facts)
-        told = str(bench_file())
-    found = read_machine(told, box, swap, gpu=facts is not None)
-    if found.host_bytes > box.host_bytes:
-        device_bytes = box.host_bytes if found.unified else found.device_bytes
-        found = replace(found, host_bytes=box.host_bytes, device_bytes=device_bytes, host_source=box.host_source)
-    return with_found(replace(found, cores=min(found.cores, box.cores)), facts)
-
-
-def _with_free(machine: Machine, wishes: Wishes) -> Wishes:
-    """With the room of the drive that a file about this box tells, and no more than is free."""
-    size = machine.drive.size_bytes if machine.drive is not None else None
-    if size is None or not wishes.swap:
-        return wishes
-    return _with_room(wishes, size if wishes.disk_free is None else min(size, wishes.disk_free))
-
-
-def _with_drive(machine: Machine, wishes: Wishes, elsewhere: bool) -> Wishes:
-    """With the whole machine's drive for the swap path.  `elsewhere`: not on this box, so checkpoints go there too,
-    and a drive whose size is not told has no limit."""
-    size = machine.drive.size_bytes if machine.drive is not None else None
-    if elsewhere:
-        return replace(wishes, disk_free=size, checkpoint_free=size)
-    return wishes if size is None else _with_room(wishes, size)
-
-
-def _with_room(wishes: Wishes, num_bytes: int) -> Wishes:
-    """With this much room on the drive of `offload.swap`; where none is named, under `train.output`."""
-    shared = num_bytes if wishes.same_drive or not wishes.swap else wishes.checkpoint_free
-    return replace(wishes, disk_free=num_bytes, checkpoint_free=shared)
-
-
-def _room_note(machine: Machine, wishes: Wishes) -> str:
-    """What is taken for the room on the drive of a box elsewhere of which it is not known."""
-    if wishes.checkpoint_free is not None:
-        return ""
-    return f"the drive of {machine.name} is not known: its room counts as unlimited; tell it with --set disk_free=SIZE"
-
-
-def wishes_of(config: Config, model_config: dict[str, Any]) -> Wishes:
-    """The user's choices and the room on the drives they name."""
-    train, offload = config.train, config.offload
-    attention = "sdpa" if config.model.attention == "auto" else config.model.attention
-    swap = apart(offload.swap)
-    output = Path(train.output) if train.output else None
-    together = [drive_of(path) == drive_of(output) for path in swap if output is not None]
-    return Wishes(
-        batch_size=train.batch_size,
-        max_length=config.data.max_length,
-        micro_batch_size=train.micro_batch_size,
-        sweeps=offload.sweeps,
-        slots=offload.slots,
-        parameters=offload.parameters,
-        gradients=offload.gradients,
-        optimizer=offload.optimizer,
-        activations=offload.activations,
-        recompute=offload.recompute,
-        commit=offload.commit,
-        clipping=config.optimizer.max_grad_norm > 0,
-        zero_stage=offload.zero_stage,
-        swap=bool(swap),
-        disk_free=sum(rooms_of(swap, output)) if swap else None,
-        checkpoint_free=room_at(output, swap, output) if output is not None else None,
-        same_drive=any(together),
-        host_memory=offload.host_memory_bytes,
-        device_memory=offload.device_memory_bytes,
-        score_copies=score_copies(attention, model_config),
-        keep=train.keep,
-        copies=0,
-        linkable=bool(together) and all(together) and offload.checksum,
-        threads=offload.threads,
-        baseline_bytes=baseline(config.model.kernels),
-        export_item_bytes=4 if config.model.dtype == "float32" else 2,
-    )
-
-
-def _changed(
-    machine: Machine, wishes: Wishes, sets: Sequence[str], num_paths: int, elsewhere: bool
-) -> tuple[Machine, Wishes]:
-    """The machine with `key=value` changes; raises ConfigError for an unknown key or a value that is none."""
-    from offloadz.config.values import nearest
-
-    for text in sets:
-        key, equals, value = text.partition("=")
-        if not equals or key not in SETTABLE:
-            guess = nearest(key, SETTABLE)
-            hint = f"; nearest is {guess}" if guess and guess != key else ""
-            raise ConfigError(f"--set {text!r}; needed: key=value with a key of {', '.join(SETTABLE)}{hint}")
-        try:
-            if key == "drive":
-                machine = with_drives(machine, _each(value.split(","), num_paths))
-                wishes = _with_drive(machine, wishes, elsewhere)
-            elif key in PARTS:
-                machine = with_part(machine, key, value)
-            else:
-                found = number(value if SETTABLE[key] == BYTES else _plain(value), SETTABLE[key])
-                machine, wishes = _set(machine, wishes, key, found, f"--set {text}")
-        except ValueError as error:
-            raise ConfigError(f"--set {text}: {error}") from None
-    return machine, wishes
-
-
-def _each(names: list[str], num_paths: int) -> list[str]:
-    """A name for each swap path."""
-    if len(names) == 1:
-        return names * max(1, num_paths)
-    if len(names) != num_paths:
-        raise ValueError(
-            f"names {len(names)} drives, offload.swap has {num_paths} paths; name one, or one for each path"
-        )
-    return names
-
-
-def _set(machine: Machine, wishes: Wishes, key: str, found: float, source: str) -> tuple[Machine, Wishes]:
-    """One figure set anew."""
-    if key == "host_memory":
-        device = int(found) if machine.unified else machine.device_bytes
-        return replace(machine, host_bytes=int(found), device_bytes=device, host_source=source), wishes
-    if key == "device_memory":
-        if machine.unified:
-            raise ValueError(f"{machine.name} computes on its CPU: its memory is host_memory")
-        return replace(machine, device_bytes=int(found)), wishes
-    if key == "ranks":
-        return machine, replace(wishes, ranks=int(found))
-    if key == "cores":
-        return replace(machine, cores=int(found)), wishes
-    if key == "disk_free":
-        return machine, _with_room(wishes, int(found))
-    if key == "endurance":
-        drive = machine.drive or Drive("the drive of offload.swap")
-        return replace(machine, drive=replace(drive, endurance_bytes=int(found), endurance_source=source)), wishes
-    return with_rates(machine, {key: Figure(found, source)}), wishes
-
-
-def _plain(value: str) -> float | str:
-    """A number where the text is one."""
-    try:
-        return float(value)
-    except ValueError:
-        return value
+    if wishes.sweeps > wishes.batch_size:
+        raise ConfigError(f"offload.sweeps = {wishes.sweeps} is above train.batch_size = {wishes.batch_size}")

@@ -13,8 +13,8 @@ from typing import Any
 
 from offloadz.config import config_from_tables
 from offloadz.plan.errors import ConfigError
+from offloadz.plan.question import question
 from offloadz.plan.timeline import Timeline
-from offloadz.plan.wishes import question
 
 SAME = 0.01
 """How far apart, as a share, the times of the plan and of the walk may lie and still be called the same."""

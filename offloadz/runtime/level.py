@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from offloadz.plan.errors import ConfigError
 from offloadz.plan.machine import Machine
-from offloadz.plan.search import Wishes
+from offloadz.plan.wishes import Wishes
 from offloadz.runtime.ranks import Solo
 
 

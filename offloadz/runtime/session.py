@@ -28,7 +28,7 @@ from offloadz.plan.errors import UpdateFailed
 from offloadz.plan.left import left_by
 from offloadz.plan.ops import LANES, Op, Program
 from offloadz.plan.pace import program_of
-from offloadz.plan.steps import Backward, Finish, Forward, Phase, Spread, Turn, Updates
+from offloadz.plan.steps import Backward, Finish, Forward, Owed, Phase, Spread, Turn, Updates
 from offloadz.plan.walk import Frontier, Walk
 from offloadz.runtime.device_actions import TABLES
 from offloadz.runtime.devices import delays
@@ -273,13 +273,13 @@ class Session:
     def _start(self, phases: tuple[Phase, ...]) -> None:
         """A walk over the program of `phases`, with the updates that are due in their places."""
         summed = tuple(sorted(u for u, state in self.grads.items() if state == "sum"))
-        key = (phases, self.pending, summed, self.unended)
-        program = self._programs.pop(key, None)
+        told = (phases, Owed(self.pending, summed, self.unended))
+        program = self._programs.pop(told, None)
         if program is None:
-            program = program_of(self.spec, self.placement, phases, self.pending, summed, self.unended)
+            program = program_of(self.spec, self.placement, *told)
             while len(self._programs) >= MAX_PROGRAMS:
                 del self._programs[next(iter(self._programs))]
-        self._programs[key] = program  # the newest stands last
+        self._programs[told] = program  # the newest stands last
         self.walk = Walk(program, self.lanes, self.frontier, self._observe)
         self.pending, self.unended = (), False
         self.script = deque(_told(phases))

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from offloadz.model.aside import write_text
+from offloadz.plan.answer import Plan
 from offloadz.plan.machine import UNVERIFIED
-from offloadz.plan.search import Plan
 from offloadz.plan.verdict import Compared, Verdict, verdict
 from offloadz.plan.words import difference, human, lasting
 from offloadz.train.progress import duration

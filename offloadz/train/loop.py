@@ -27,9 +27,9 @@ from offloadz.model.flips import shadow_of, told_of
 from offloadz.model.state import load_flip
 from offloadz.model.together import by_first
 from offloadz.model.told import seed_all
+from offloadz.plan.answer import Plan
 from offloadz.plan.cut import cut_told
 from offloadz.plan.errors import ConfigError
-from offloadz.plan.search import Plan
 from offloadz.plan.words import human
 from offloadz.runtime.meter import process_bytes
 from offloadz.runtime.ranks import Solo, join

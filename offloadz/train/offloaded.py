@@ -20,11 +20,11 @@ from offloadz.memory.swapdir import STATE
 from offloadz.model.aside import remove_directory
 from offloadz.model.flips import cannot_link, shadow_of
 from offloadz.model.weights import add_text
+from offloadz.plan.answer import Plan
 from offloadz.plan.copies import kept_reason
 from offloadz.plan.errors import CannotGoOn, DoesNotFit
 from offloadz.plan.paths import held_bytes
 from offloadz.plan.rooms import apart, rooms_of
-from offloadz.plan.search import Plan
 from offloadz.plan.words import human
 from offloadz.train.begin import Start, instead_of
 from offloadz.train.checkpoint import beyond

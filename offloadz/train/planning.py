@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 from offloadz.model.optimizer import KINDS, Settings
 from offloadz.model.vocabulary import add_tokens
-from offloadz.plan.cut import Cut
+from offloadz.plan.answer import Plan
+from offloadz.plan.cut import Cut, cut_words
 from offloadz.plan.errors import ConfigError, DoesNotFit
 from offloadz.plan.headers import find_directory, read_config
 from offloadz.plan.machine import rates_told
 from offloadz.plan.positions import positions_note
-from offloadz.plan.search import Plan
+from offloadz.plan.question import question
 from offloadz.plan.vocabulary import table_rows, tokenizer_missing
-from offloadz.plan.wishes import question
 from offloadz.plan.words import counted, human, lasting
 from offloadz.runtime.chosen import facts_named
 from offloadz.runtime.level import level
@@ -171,7 +171,7 @@ def decided(
 
 
 def _cut(plan: Plan) -> str:
-    return f"{counted(plan.sweeps, 'sweep')} of micro-batches of {counted(plan.micro_batch_size, 'row')}"
+    return cut_words(plan.micro_batch_size, plan.sweeps)
 
 
 def optimizer_of(config: Config) -> Settings:

@@ -25,9 +25,9 @@ from offloadz.model.vocabulary import Added, open_tokenizer
 from offloadz.model.weights import load, source_of
 from offloadz.plan.errors import ConfigError
 from offloadz.plan.headers import model_spec
+from offloadz.plan.question import question
 from offloadz.plan.spec import ModelSpec
 from offloadz.plan.vocabulary import token_ids
-from offloadz.plan.wishes import question
 from offloadz.train.planning import read_task, read_tokenizer
 from offloadz.train.templates import find_template
 from offloadz.train.tokens import template_notes

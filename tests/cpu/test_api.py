@@ -301,6 +301,19 @@ def test_save_and_load_under_another_placement(before: Any, after: Any, dtype: A
     assert_same_weights(found.weights, wanted.weights)
 
 
+def test_a_checkpoint_of_another_cut_is_told_of(swap: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with offloaded(swap, micro_batch_size=2) as run:
+        run.step(STEPS[0])
+        saved = run.save(tmp_path / "saved")
+        run.load(saved)
+    assert "run.load" not in caplog.text
+    with offloaded(swap) as run:
+        run.load(saved)
+    cut = "1 sweep of micro-batches of 2 rows, this run computes in 1 sweep of micro-batches of all their rows"
+    assert caplog.text.count(f"run.load: {saved} was made in {cut}: sums come in another order") == 1
+    assert "micro_batch_size = 2 and sweeps = 1 keep them" in caplog.text
+
+
 def test_saving_in_the_middle_changes_nothing(swap: Path, tmp_path: Path) -> None:
     with offloaded(swap) as run:
         wanted = train(run, STEPS)

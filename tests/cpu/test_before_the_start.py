@@ -17,8 +17,8 @@ from offloadz.model.outline import outline
 from offloadz.model.weights import load
 from offloadz.plan.errors import ConfigError
 from offloadz.plan.headers import model_spec
+from offloadz.plan.question import question
 from offloadz.plan.spec import ModelSpec
-from offloadz.plan.wishes import question
 from offloadz.train.planning import plan_lines, read_task
 
 

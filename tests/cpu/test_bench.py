@@ -25,7 +25,7 @@ from offloadz.memory.disk import DiskTier
 from offloadz.plan.catalogue import LANES, read_machine
 from offloadz.plan.errors import ConfigError
 from offloadz.plan.machine import TYPICAL_RATES, host_limit, probe_machine
-from offloadz.plan.wishes import question
+from offloadz.plan.question import question
 from offloadz.runtime.rehearsal import Rehearsal
 
 SMALL = Sizes(

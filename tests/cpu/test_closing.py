@@ -20,7 +20,7 @@ from offloadz.config import Config, config_from_tables, load_config
 from offloadz.plan.boxes import bench_file
 from offloadz.plan.machine import UNVERIFIED
 from offloadz.plan.ops import LANES
-from offloadz.plan.wishes import question
+from offloadz.plan.question import question
 from offloadz.report.page import render
 from offloadz.report.read import read_run
 from offloadz.train.closing import CHECKED_STEPS, PlanCheck

@@ -26,7 +26,7 @@ from offloadz.config import config_differences, config_from_tables
 from offloadz.model import offload as offloading
 from offloadz.model.graphs import Place, Saved
 from offloadz.plan.errors import ConfigError
-from offloadz.plan.wishes import question
+from offloadz.plan.question import question
 from offloadz.train.batches import NUM_LENGTHS, collate, collate_packed, row_lengths
 
 KINDS = ("parameters", "gradients", "optimizer_state", "activations")

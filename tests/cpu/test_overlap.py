@@ -21,7 +21,7 @@ from offloadz.plan.passes import compiled
 from offloadz.plan.placement import Placement
 from offloadz.plan.shapes import ParamInfo, make_spec
 from offloadz.plan.spec import ModelSpec
-from offloadz.plan.steps import Finish, Forward, Turn, build
+from offloadz.plan.steps import Finish, Forward, Owed, Turn, build
 from offloadz.plan.walk import Frontier, VirtualLane, simulate
 
 COMPUTE_S, READ_S, BLOCKS = 0.050, 0.040, 16
@@ -83,7 +83,7 @@ def test_a_step_with_one_slot_takes_the_sum() -> None:
 
 def step_program(slots: int) -> Program:
     spec, placement = sleepers(), replace(PLACE, slots=slots)
-    return compiled(build(spec, placement, (*one_pass(spec, 1), Finish()), trained_units(spec)), placement)
+    return compiled(build(spec, placement, (*one_pass(spec, 1), Finish()), Owed(trained_units(spec))), placement)
 
 
 class Sleeper(nn.Module):

@@ -17,7 +17,7 @@ from tiny import ON_DISK, tables, write_config
 from offloadz.config import load_config
 from offloadz.plan.command import plan_command
 from offloadz.plan.errors import ConfigError
-from offloadz.plan.wishes import question
+from offloadz.plan.question import question
 from offloadz.runtime.ranks import Solo
 from offloadz.train.planning import decided, plan_lines
 

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import replace
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -265,7 +264,7 @@ def test_a_missing_edge_is_found(edge: tuple[str, str], swap: Path, monkeypatch:
         for op in program.ops:
             after = tuple(a for a in op.after if (program.ops[a].verb, op.verb) != edge)
             removed += len(op.after) - len(after)
-            ops.append(replace(op, after=after))
+            ops.append(op._replace(after=after))
         return Program(tuple(ops), program.slots)
 
     def late(room: Any, lane: int, name: str, seed: int) -> Any:

@@ -27,7 +27,7 @@ from offloadz.model.linked import open_tensors
 from offloadz.model.manifest import read_manifest
 from offloadz.plan.cut import saved_cut
 from offloadz.plan.errors import ConfigError
-from offloadz.plan.wishes import question
+from offloadz.plan.question import question
 from offloadz.train.metrics import METRICS, read_metrics
 from offloadz.train.progress import Display
 

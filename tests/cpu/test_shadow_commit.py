@@ -20,8 +20,8 @@ from tiny_models import FAMILIES, Outcome, assert_same_bits, batches, tiny, trai
 import offloadz
 from offloadz.model import arrivals
 from offloadz.plan import spec as plan_spec
+from offloadz.plan.answer import Plan
 from offloadz.plan.errors import ConfigError
-from offloadz.plan.search import Plan
 
 STEPS = batches(4)
 KINDS = ("parameters", "gradients", "optimizer_state", "activations")

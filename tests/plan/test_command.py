@@ -160,7 +160,7 @@ def test_an_earlier_runs_checkpoints_count_as_free(config: Path) -> None:
     """A resumed run replaces them, so the second plan of a run that fits is not refused."""
     from offloadz.config import load_config
     from offloadz.plan.machine import disk_free
-    from offloadz.plan.wishes import question
+    from offloadz.plan.question import question
 
     old = config.parent / "out/checkpoints/step-000001"
     old.mkdir(parents=True)

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 from test_search import SPEC, WISHES
 
+from offloadz.plan.answer import Plan
+from offloadz.plan.candidates import MEMORY_SHARE
 from offloadz.plan.machine import TYPICAL_RATES, UNVERIFIED, Machine
-from offloadz.plan.search import MEMORY_SHARE, Plan, decide
+from offloadz.plan.search import decide
 from offloadz.plan.words import lasting
 
 GIB = 1 << 30

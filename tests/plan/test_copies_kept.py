@@ -7,8 +7,10 @@ from dataclasses import replace
 import pytest
 from test_search import SPEC, WISHES, box
 
+from offloadz.plan.answer import Plan
 from offloadz.plan.copies import kept_reason
-from offloadz.plan.search import Plan, Wishes, decide
+from offloadz.plan.search import decide
+from offloadz.plan.wishes import Wishes
 
 ON_DISK = dict.fromkeys(("parameters", "gradients", "optimizer"), "disk")
 ASKED = replace(WISHES, **ON_DISK, keep=3, copies=0, linkable=True, commit="hold")  # type: ignore[arg-type]

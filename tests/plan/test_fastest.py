@@ -18,6 +18,7 @@ from test_search import SPEC, WISHES
 
 import offloadz.plan.candidates as candidates
 import offloadz.plan.estimate as estimating
+from offloadz.plan.answer import Plan
 from offloadz.plan.bounds import least_s
 from offloadz.plan.candidates import Space
 from offloadz.plan.catalogue import read_machine
@@ -27,8 +28,9 @@ from offloadz.plan.fastest import CUT_GAIN, MOST, MOST_CUTS, TIE
 from offloadz.plan.headers import spec_from_formula
 from offloadz.plan.machine import TYPICAL_RATES, UNVERIFIED, Machine
 from offloadz.plan.placement import KINDS, Placement
-from offloadz.plan.search import Plan, Wishes, decide
+from offloadz.plan.search import decide
 from offloadz.plan.spec import ModelSpec
+from offloadz.plan.wishes import Wishes
 
 GIB = 1 << 30
 SHAPES = {"7B": (4096, 11008, 32, 32, 32000), "13B": (5120, 13824, 40, 40, 32000),

@@ -9,11 +9,11 @@ import pytest
 from tiny import make_model, tables
 
 from offloadz.config import config_from_tables
+from offloadz.plan.candidates import MEMORY_SHARE
 from offloadz.plan.footprint import DRIVER_BYTES
 from offloadz.plan.found import catalogued, with_found, worth_asking
 from offloadz.plan.machine import DeviceFacts, probe_machine
-from offloadz.plan.search import MEMORY_SHARE
-from offloadz.plan.wishes import asked_machine, question
+from offloadz.plan.question import asked_machine, question
 
 GIB = 1 << 30
 CARD = DeviceFacts("cuda:0", "NVIDIA GeForce RTX 4090", 20 * GIB, 24 * GIB)

@@ -7,15 +7,17 @@ from typing import Any
 
 import pytest
 
+from offloadz.plan.answer import Plan
 from offloadz.plan.estimate import estimate
 from offloadz.plan.hiding import HIDDEN
 from offloadz.plan.machine import Machine
 from offloadz.plan.predict import Prediction
-from offloadz.plan.search import Plan, Wishes, decide
+from offloadz.plan.search import decide
 from offloadz.plan.shapes import ParamInfo, TableInfo, make_spec
 from offloadz.plan.spec import ModelSpec
 from offloadz.plan.timeline import Span, Timeline
 from offloadz.plan.waits import bottleneck_told, idle_spans
+from offloadz.plan.wishes import Wishes
 
 GIB = 1 << 30
 BOX = Machine("box", 64 * GIB, "a test", device_bytes=64 * GIB, cores=2)

@@ -13,9 +13,10 @@ from offloadz.plan.kept import graph_kept_bytes, graph_room, kept_bytes
 from offloadz.plan.machine import probe_machine
 from offloadz.plan.placement import Placement
 from offloadz.plan.predict import predict, step_program
-from offloadz.plan.search import Wishes, decide
+from offloadz.plan.search import decide
 from offloadz.plan.shapes import ParamInfo, TableInfo, make_spec
 from offloadz.plan.spec import ModelSpec
+from offloadz.plan.wishes import Wishes
 
 FAMILY = {"vocab_size": 64, "hidden_size": 256, "num_hidden_layers": 1, "num_attention_heads": 8}
 GROUPED = {**FAMILY, "num_key_value_heads": 2}

@@ -22,7 +22,7 @@ from offloadz.plan.catalogue import (
 )
 from offloadz.plan.errors import ConfigError
 from offloadz.plan.machine import TYPICAL_RATES, UNVERIFIED, Machine, allowed_cores, host_limit
-from offloadz.plan.wishes import Question, question
+from offloadz.plan.question import Question, question
 
 GIB = 1 << 30
 BOX = Machine("box", 8 * GIB, "a test", device_bytes=8 * GIB, cores=3)

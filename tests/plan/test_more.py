@@ -12,8 +12,8 @@ from test_command import run
 from test_fastest import asked, desktop, llama
 
 from offloadz.plan.more import More, more_of
+from offloadz.plan.question import Question
 from offloadz.plan.recipes import Recipe
-from offloadz.plan.wishes import Question
 from offloadz.plan.words import human, lasting
 
 GIB = 1 << 30

@@ -76,7 +76,7 @@ def test_compiled_programs_mean_the_same_in_every_order(
 def test_a_missing_edge_would_be_seen() -> None:
     """Without its edges the same program goes wrong in some order: the check above checks something."""
     program, placement = prepared(small_spec(), DISK, 2, 1)
-    bare = Program(tuple(replace(op, after=()) for op in compiled(program, placement).ops))
+    bare = Program(tuple(op._replace(after=()) for op in compiled(program, placement).ops))
     source = random.Random(0)
     assert not all(any_order(bare, source).same_as(meaning(program)) for _ in range(20))
 
@@ -208,7 +208,7 @@ def test_a_reader_waits_for_the_writer_and_a_writer_for_the_readers() -> None:
 
 
 def test_an_edge_that_points_forward_is_refused() -> None:
-    ops = (replace(fetch(0), after=(1,)), fetch(1))
+    ops = (fetch(0)._replace(after=(1,)), fetch(1))
     with pytest.raises(RuntimeError, match="op 0 waits for op 1"):
         check(Program(ops))
 

@@ -16,9 +16,10 @@ from offloadz.plan.machine import probe_machine
 from offloadz.plan.placement import Placement
 from offloadz.plan.predict import predict, step_program
 from offloadz.plan.products import product_token_bytes, products_bytes
-from offloadz.plan.search import Wishes, decide
+from offloadz.plan.search import decide
 from offloadz.plan.shapes import ParamInfo, make_spec
 from offloadz.plan.spec import ModelSpec
+from offloadz.plan.wishes import Wishes
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])

@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 
+from offloadz.plan.answer import Plan
 from offloadz.plan.footprint import DRIVER_BYTES
 from offloadz.plan.machine import Machine, rates_told
 from offloadz.plan.recipes import Recipe
-from offloadz.plan.search import Plan, Wishes, decide
+from offloadz.plan.search import decide
 from offloadz.plan.shapes import ParamInfo, TableInfo, make_spec
 from offloadz.plan.spec import ModelSpec
+from offloadz.plan.wishes import Wishes
 
 GIB = 1 << 30
 BOX = Machine("box", 64 * GIB, "a test", device_bytes=64 * GIB, cores=2)

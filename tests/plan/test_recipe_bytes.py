@@ -9,15 +9,17 @@ import pytest
 
 import offloadz.plan.spec as spec_module
 from offloadz.memory.flat import spans, state_views, typed
+from offloadz.plan.answer import Plan
 from offloadz.plan.errors import ConfigError
-from offloadz.plan.footprint import checkpoint_bytes
+from offloadz.plan.footprint import Batch, checkpoint_bytes
 from offloadz.plan.machine import Machine
 from offloadz.plan.placement import Placement, home_bytes
 from offloadz.plan.predict import predict
 from offloadz.plan.recipes import BLOCK_ELEMENTS, EXACT, STATES, Recipe, cheaper, num_blocks, recipe_of
-from offloadz.plan.search import Batch, Plan, Wishes, decide
+from offloadz.plan.search import decide
 from offloadz.plan.shapes import ParamInfo, TableInfo, make_spec
 from offloadz.plan.spec import LINE_BYTES, PAGE_BYTES, STAGGER_BYTES, ModelSpec, Part, staggered
+from offloadz.plan.wishes import Wishes
 
 GIB = 1 << 30
 

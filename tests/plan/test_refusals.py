@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from test_search import SPEC, WISHES, box
 
-from offloadz.plan.search import Plan, decide
+from offloadz.plan.answer import Plan
+from offloadz.plan.search import decide
 
 GIB = 1 << 30
 TIGHT = replace(WISHES, disk_free=GIB // 4, keep=1, slots=1, micro_batch_size=1, sweeps=8)

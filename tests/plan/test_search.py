@@ -16,17 +16,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from offloadz.plan.answer import Plan
+from offloadz.plan.candidates import MEMORY_SHARE
+from offloadz.plan.change import TO_DISK
 from offloadz.plan.errors import ConfigError
 from offloadz.plan.footprint import Batch, footprint
 from offloadz.plan.machine import TYPICAL_RATES, Machine, probe_machine
 from offloadz.plan.ops import LANES
 from offloadz.plan.placement import KINDS, Placement
 from offloadz.plan.predict import predict, step_program, training_phases
-from offloadz.plan.search import MEMORY_SHARE, TO_DISK, Plan, Wishes, decide
+from offloadz.plan.search import decide
 from offloadz.plan.shapes import ParamInfo, TableInfo, make_spec
 from offloadz.plan.spec import ModelSpec, aligned
 from offloadz.plan.steps import Backward, Finish, Forward
 from offloadz.plan.timeline import Span, Timeline, write_trace
+from offloadz.plan.wishes import Wishes
 from offloadz.plan.words import counted, human, lasting
 
 GIB = 1 << 30
@@ -220,7 +224,7 @@ def test_two_slots_hide_the_reads_and_one_slot_does_not() -> None:
 @pytest.mark.parametrize("sweeps", [1, 2, 4])
 def test_the_program_does_each_computation_once(sweeps: int) -> None:
     batch = Batch(8, 64, 1, sweeps)
-    phases = training_phases(SPEC, batch)
+    phases = training_phases(SPEC, sweeps, batch.num_micros)
     assert [type(p) for p in phases] == [Forward, Backward] * sweeps + [Finish]
     assert [p.last for p in phases if isinstance(p, Backward)] == [False] * (sweeps - 1) + [True]
     place = Placement("disk", "disk", "disk", "disk", storage="bfloat16", accumulate=sweeps > 1)

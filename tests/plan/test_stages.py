@@ -11,12 +11,13 @@ from offloadz.plan.machine import TYPICAL_DEVICE_RATES, TYPICAL_RATES, Drive, Ma
 from offloadz.plan.ops import Program
 from offloadz.plan.placement import Placement
 from offloadz.plan.predict import NET_RATE, Costs, step_program
-from offloadz.plan.search import Wishes, decide
+from offloadz.plan.search import decide
 from offloadz.plan.shapes import ParamInfo, TableInfo, make_spec
 from offloadz.plan.share import Share
 from offloadz.plan.shared import Sharing, shared_s
 from offloadz.plan.spec import PAGE_BYTES, ModelSpec, aligned
 from offloadz.plan.stages import decide_for, for_each
+from offloadz.plan.wishes import Wishes
 from offloadz.plan.words import human
 
 WIDTH, LAYERS = 1024, 8

@@ -21,7 +21,7 @@ from programs import Meaning, meaning, one_pass, small_spec, step_program, table
 from offloadz.plan.ops import LANES, Op, Program
 from offloadz.plan.passes import compiled
 from offloadz.plan.placement import Placement
-from offloadz.plan.steps import Finish, build
+from offloadz.plan.steps import Finish, Owed, build
 from offloadz.plan.walk import Frontier, VirtualLane, Walk, simulate
 from offloadz.runtime.lanes import InlineLane, WorkerLane
 
@@ -118,7 +118,7 @@ def test_a_walk_given_up_anywhere_still_finishes_its_updates(
     placement = Placement(where, where, where, where, slots=slots)
     spec = small_spec(layers=4, freeze=tuple(f"layers.{1 + i}.*" for i in range(frozen)))
     phases = (*one_pass(spec, 2), Finish(tables(spec)))
-    program = compiled(build(spec, placement, phases, trained_units(spec)), placement)
+    program = compiled(build(spec, placement, phases, Owed(trained_units(spec))), placement)
     turns = [op for op in program.ops if op.lane == "device"]
     stop = round(share * len([op for op in turns if op.phase == "forward"]))
     found = Meaning()
@@ -129,7 +129,7 @@ def test_a_walk_given_up_anywhere_still_finishes_its_updates(
             walk.compute()
         walk.finish("update")
         drain(lanes)
-    wanted = meaning(build(spec, placement, phases[:1], trained_units(spec)))
+    wanted = meaning(build(spec, placement, phases[:1], Owed(trained_units(spec))))
     for kind in "ws":
         homes = {p: v for p, v in wanted.at_rest().items() if p[0] == kind and p.endswith(f"@{where}")}
         assert homes and {p: found.at_rest().get(p) for p in homes} == homes

@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 from programs import stagger_bytes
 
+from offloadz.plan.answer import Plan
 from offloadz.plan.machine import Drive, Machine
-from offloadz.plan.search import Plan, Wishes, decide
+from offloadz.plan.search import decide
 from offloadz.plan.shapes import ParamInfo, TableInfo, make_spec
 from offloadz.plan.spec import ModelSpec
+from offloadz.plan.wishes import Wishes
 
 GIB = 1 << 30
 DRIVE = Drive("a drive", endurance_bytes=600 * 10**12, endurance_source="its maker")
