@@ -20,7 +20,7 @@ from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from offloadz.model.body import Body
 from offloadz.model.outline import config_of
@@ -133,10 +133,18 @@ def _rotated(part: nn.Module) -> Callable[..., Any]:
     from liger_kernel.ops import LigerRopeFunction as Rotation
 
     own = inspect.unwrap(type(part).forward)
-    names = {**vars(sys.modules[type(part).__module__]), ROTATION: Rotation.apply}
+    names = {**vars(sys.modules[type(part).__module__]), ROTATION: partial(_turned, Rotation.apply)}
     copy = FunctionType(own.__code__, names, own.__name__, own.__defaults__, own.__closure__)
     copy.__kwdefaults__ = own.__kwdefaults__
     return MethodType(copy, part)
+
+
+def _turned(rotation: Callable[..., Any], query: Tensor, key: Tensor, *told: Any) -> Any:
+    """Queries and keys, over which the kernel writes unseen by torch.  A change of nothing says so: who keeps what made
+    them (`products.py`) copies it first."""
+    for x in (query, key):
+        x.detach()[:0].zero_()
+    return rotation(query, key, *told)[:2]  # newer versions give the angles back too
 
 
 def _family(model: nn.Module) -> tuple[str, str]:

@@ -61,6 +61,8 @@ def test_placement_slots_and_what_is_kept_have_the_same_bits(
     kernels: str, dtype: torch.dtype, device: Any, swap: Path
 ) -> None:
     wanted = ran(kernels, device, swap, dtype=dtype, recompute="all", **HOST)
-    for where, recompute, slots in ((DISK, "none", 2), (DEVICE, "all", 1), ({**HOST, "parameters": "disk"}, "none", 3)):
+    ways = [(DISK, "none", 2), (DEVICE, "all", 1), ({**HOST, "parameters": "disk"}, "none", 3)]
+    ways += [(DEVICE, "cheap", 2), (HOST, "cheap", 1)] * (kernels == "liger")
+    for where, recompute, slots in ways:
         found = ran(kernels, device, swap, dtype=dtype, recompute=recompute, slots=slots, poison=True, **where)
         assert_same_bits(found, wanted, f"{where}, recompute {recompute}, {slots} slots")
