@@ -58,3 +58,12 @@ def is_file(path: Path, inode: int, device: int) -> bool:
     """Whether `path` is the file with this inode."""
     there = path.stat()
     return (there.st_ino, there.st_dev) == (inode, device)
+
+
+def identity(path: Path) -> tuple[int, int] | None:
+    """What tells a file or directory from another that takes its name; None where there is none."""
+    try:
+        told = path.stat()
+    except OSError:
+        return None
+    return told.st_ino, told.st_dev

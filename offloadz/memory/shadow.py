@@ -22,12 +22,12 @@ import ctypes
 import errno
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from offloadz.memory.copies import NONE, Copies, copy_file, file_and_copy, files_of
-from offloadz.memory.links import cannot_link, is_file, is_named, links_match
+from offloadz.memory.links import cannot_link, identity, is_file, is_named, links_match
 from offloadz.memory.peers import Alone, Peers
 from offloadz.memory.record import (
     FLIP_FILE,
@@ -213,6 +213,20 @@ class Shadow:
     def pin(self, directory: Path) -> None:
         """From now on the newest copies belong to the checkpoint `directory` and are not written."""
         self.copies.pins[directory.absolute()] = self.copies.choice()
+
+    @contextlib.contextmanager
+    def replacing(self, directory: Path) -> Iterator[None]:
+        """While a checkpoint takes a place: where that comes to nothing, one that was there holds its copies still."""
+        place = directory.absolute()
+        before, was = self.copies.pins.get(place), identity(place)
+        try:
+            yield
+        except BaseException:
+            if identity(place) in (was, None):
+                self.copies.pins.pop(place, None)
+                if before is not None:
+                    self.copies.pins[place] = before
+            raise
 
     def release_gone(self) -> None:
         """Forget checkpoints that were deleted; see [Note: pinned copies]."""

@@ -133,7 +133,13 @@ def _put_in_place(scratch: Path, target: Path) -> None:
     if replaces:
         shutil.rmtree(old, ignore_errors=True)
         target.rename(old)
-    scratch.rename(target)
+    try:
+        scratch.rename(target)
+    except BaseException:
+        if replaces:
+            with suppress(OSError):  # then `clean_leftovers` does it
+                old.rename(target)
+        raise
     flush(target.parent)
     if replaces:
         shutil.rmtree(old, ignore_errors=True)

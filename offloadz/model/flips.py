@@ -99,7 +99,8 @@ def save_linked(target: Path, run: Any, extra: Mapping[str, Any], order: int) ->
     told = told_now(run, stock, extra)
     if ranks.most(bool(shadow.copies.unflipped)):
         shadow.flip(told)
-    with appearing_to_all(ranks, target, EXTRA_ROOM_BYTES, "a checkpoint") as scratch:
+    appears = appearing_to_all(ranks, target, EXTRA_ROOM_BYTES, "a checkpoint")
+    with shadow.replacing(target), appears as scratch:
         told_names = ranks.each(together(ranks, lambda: shadow.link_into(scratch)))
 
         def filled() -> None:

@@ -20,6 +20,7 @@ from shims import mounted
 from test_run_io import Odd
 
 import offloadz
+from offloadz.model.aside import clean_leftovers
 from offloadz.model.linked import SavedState, open_tensors
 from offloadz.model.manifest import read_manifest, verify
 from offloadz.model.run import Run
@@ -140,13 +141,13 @@ def flipped(run: Run) -> tuple[int, dict[str, torch.Tensor]]:
         return state.saved.record.note["step"], found
 
 
-def failing(name: str, number: int, after: int) -> Callable[..., Any]:
-    """The real call, but with this error from the `after`-th on."""
+def failing(name: str, number: int, after: int, times: int = 1 << 30) -> Callable[..., Any]:
+    """The real call, but with this error so many `times` from the `after`-th on."""
     real, calls = getattr(os, name), []
 
     def call(*args: Any, **kwargs: Any) -> Any:
         calls.append(1)
-        if len(calls) > after:
+        if after < len(calls) <= after + times:
             raise OSError(number, os.strerror(number))
         return real(*args, **kwargs)
 
@@ -173,6 +174,26 @@ def test_a_flip_that_fails_leaves_the_one_before(
         step, state = flipped(run)
         assert step >= before[0] and (step > before[0] or same(state, before[1]))
         assert same(tensors(saved), kept)
+
+
+@pytest.mark.parametrize("times", [1, 99])
+@pytest.mark.parametrize("after", [0, 1, 2])
+def test_a_checkpoint_that_is_not_replaced_stays_valid(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int, times: int
+) -> None:
+    """Whichever rename fails, the steps behind it write to copies that it does not hold."""
+    with running(tmp_path / "swap", copies=3) as run:
+        steps(run, 1, 1)
+        kept = tensors(saved := run.save(tmp_path / "saved"))
+        steps(run, 2, 2)
+        with monkeypatch.context() as patch, pytest.raises(OSError, match=os.strerror(errno.EIO)):
+            patch.setattr(os, "rename", failing("rename", errno.EIO, after, times))
+            run.save(saved)
+        steps(run, 3, 6)
+        if times > 1:  # what was moved aside could not be put back at once
+            clean_leftovers(tmp_path, "saved")
+        assert same(tensors(saved), kept)
+        assert "linked" in read_manifest(run.save(saved)) and same(tensors(saved), flipped(run)[1])
 
 
 @pytest.mark.parametrize("share", [0.3, 0.7, 0.99])
