@@ -45,7 +45,8 @@ def save_checkpoint(directory: Path, run: Any, extra: Mapping[str, Any], keep: i
             remove_directory(target)  # it has our name and was never whole, or is not any more
 
     by_first(run.ranks, prepared)
-    going = tuple(_replaced(before, target, keep))
+    replaced = [str(path) for path in _replaced(before, target, keep)]  # rank 0 alone has looked
+    going = tuple(map(Path, run.ranks.first(replaced)))
     save_state(target, run, extra, order=max((order for order, _ in before), default=0) + 1, going=going)
     by_first(run.ranks, lambda: [remove_directory(path) for path in going])
     shadow = shadow_of(run)

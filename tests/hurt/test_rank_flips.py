@@ -88,6 +88,17 @@ def test_files_that_another_rank_took_with_it_are_missed_only_without_a_checkpoi
     assert wanted in logs(log, 1)[0]
 
 
+def test_every_checkpoint_of_a_run_is_links(nursery: Nursery, tmp_path: Path) -> None:
+    """Also where the one before has to go for it, which only the first rank has looked for."""
+    log, how = tmp_path / "log", {"train__save_every": 2, "train__steps": 4}
+    config = configured(tmp_path / "a", offload__zero_stage=3, **how)
+    nursery.start(2, "command", log, arguments=["train", str(config)])
+    assert nursery.wait() == [0, 0], logs(log, 2)
+    (kept,) = (tmp_path / "a" / "run" / "checkpoints").iterdir()
+    assert kept.name == "step-000004" and "linked" in json.loads((kept / "manifest.json").read_text())
+    assert "written out" not in logs(log, 2)[0]
+
+
 @pytest.mark.parametrize(("stage", "commit"), ((3, "hold"), (1, "shadow")))
 def test_a_checkpoint_is_links_to_the_files_of_all_ranks(
     nursery: Nursery, tmp_path: Path, swap: Path, stage: int, commit: str
