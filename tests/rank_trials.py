@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 from collections import Counter
@@ -16,6 +17,7 @@ from tiny_models import batches, tiny, weights
 from torch import Tensor
 
 import offloadz
+from offloadz.plan.errors import RankFailed
 
 
 def windows(rank: int, folder: str, family: str, **how: Any) -> None:
@@ -109,7 +111,8 @@ def crossing(rank: int, folder: str) -> None:
     assert isinstance(group, ranks.Group)
     own, plain = torch.randn(1000, generator=torch.Generator().manual_seed(rank)), group._ways
     hosted = ways.Ways(plain._host, rank, group.size)
-    hosted._group = lambda held: None  # as for memory of a device that has no way of its own
+    asked: list[int] = []
+    hosted._group = lambda held: asked.append(held.numel())  # as for memory of a device that has no way of its own
     out: dict[str, Any] = {"tried": [plain.tried(plain._host, torch.device("cpu"))]}
     out["met"] = [group.meet(torch.device(name)) for name in ("cpu", f"meta:{rank}")]
     try:
@@ -121,6 +124,7 @@ def crossing(rank: int, folder: str) -> None:
         way.gather(whole, own)
         way.swap(swapped, own)
         out[name] = (whole, swapped)
+    out["asked"] = asked
     swap, gather = dist.all_to_all_single, dist.all_gather_single
 
     def wrong(to: Tensor, given: Tensor, **more: Any) -> Any:
@@ -136,6 +140,31 @@ def crossing(rank: int, folder: str) -> None:
     dist.all_gather_single = lambda *args, **more: gather(*args, **more) and Never()
     out["tried"].append(plain.tried(plain._host, torch.device("cpu")))
     leave(folder, rank, out)
+
+
+def unopened(rank: int, folder: str, **how: Any) -> None:
+    """A checkpoint whose files the second rank cannot open, a step, and the checkpoint again."""
+    from offloadz.model import together
+
+    class Refused(together.StreamWriter):
+        def __init__(self, *told: Any, joins: bool = False) -> None:
+            if joins:
+                raise OSError(errno.EMFILE, "too many open files")
+            super().__init__(*told)
+
+    first, second = batches(2)
+    with offloadz.offload(tiny("llama"), offloadz.AdamW(lr=1e-3), **how) as run:
+        run.step(dealt(first, rank))
+        plain, together.StreamWriter = together.StreamWriter, Refused  # type: ignore[misc]
+        try:
+            run.save(f"{folder}/saved")
+            told = "nothing was raised"
+        except (OSError, RankFailed) as error:
+            told = str(error)
+        together.StreamWriter = plain  # type: ignore[misc]
+        loss = float(run.step(dealt(second, rank)))
+        run.save(f"{folder}/saved")
+    leave(folder, rank, (told, loss))
 
 
 def dies(rank: int, arguments: list[str], victim: int, point: str, flip: int) -> None:

@@ -135,8 +135,7 @@ def write_together(
 
     try:
         by_first(ranks, opened)
-        if ranks.rank:
-            opened()
+        together(ranks, opened if ranks.rank else lambda: None)  # files that are there now
         together(ranks, lambda: fill(writers))
         runs = ranks.each({path.name: writer.runs() for path, writer in writers.items()})
         return together(ranks, ended)

@@ -46,13 +46,17 @@ class Ways:
 
     def _collect(self, collective: Callable[..., Any], out: Tensor, given: Tensor) -> None:
         """Fill `out` by the group for memory like this; through the host where there is none."""
-        group = self._host if out.is_cpu else self._near
+        group = self._group(out)
         if group is not None:
             collective(out, given, group=group)
             return
         there = torch.empty(out.shape, dtype=out.dtype)
         collective(there, given.cpu(), group=self._host)
         out.copy_(there)
+
+    def _group(self, held: Tensor) -> Any:
+        """The group for memory like this; None where it goes through the host."""
+        return self._host if held.is_cpu else self._near
 
     def meet(self, device: torch.device, agree: Callable[[str], str]) -> str:
         """Make ready for tensors of `device`; returns why they go through the host, nothing where they need not.

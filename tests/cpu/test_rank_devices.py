@@ -52,6 +52,7 @@ def test_the_way_through_the_host_brings_the_same_and_is_taken_where_the_other_i
     for rank, out in enumerate(nursery.run(2, "rank_trials.crossing", tmp_path)):
         for direct, hosted in zip(out["plain"], out["hosted"], strict=True):
             assert torch.equal(direct, hosted)
+        assert out["asked"] == [2000, 1000], "the way through the host was not taken"
         host, unknown, shared = out["met"]
         assert host == "" and "meta" in unknown, "there is no way between such devices"
         assert "2 ranks compute on meta:1, meta:1; needed: one for each" in shared

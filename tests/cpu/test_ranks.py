@@ -154,6 +154,13 @@ def test_what_fails_on_one_rank_ends_all(nursery: Nursery, tmp_path: Path) -> No
     assert "rank 0 comes to the forward of lm_head" in ended[0] and "rank 1 ended with an error" in ended[0]
 
 
+def test_files_that_one_rank_cannot_open_are_told_to_all_and_all_go_on(nursery: Nursery, tmp_path: Path) -> None:
+    (told, loss), (own, same) = nursery.run(2, "rank_trials.unopened", tmp_path, zero_stage=3)
+    assert told == "rank 1: [Errno 24] too many open files" and own == "[Errno 24] too many open files"
+    assert loss == same and (tmp_path / "saved" / "manifest.json").is_file()
+    assert not list(tmp_path.glob("saved.*"))
+
+
 def test_stages_agree_to_the_last_bit(nursery: Nursery, tmp_path: Path) -> None:
     """Sums are in the order of ranks in every stage.  Without clipping, since the norm is added up by shards, and with
     one term a gradient: of several, stages 2 and 3 sum each over ranks."""
