@@ -8,8 +8,8 @@ dispatches, so no family of models is known here.
 The first time a block runs again all is done, and it is counted how many products had begun when the last tensor was
 saved; from then on the others are left out, while the products come as they came.  If a tensor is saved behind one
 that was left out, the block does other things than before: it runs once more, whole, and nothing is left out of it any
-more.  Functions with a backward of their own may keep tensors where autograd does not see them, so blocks with such are
-let be.
+more.  Functions with a backward of their own, and hooks of a block on what is saved, may keep tensors where nobody
+here sees it, so blocks with such are let be.
 
 The trade-off: a call into Python for each operation of a forward that runs again.
 """
@@ -73,10 +73,10 @@ class Unread:
 
     def _counted(self, run: Again, saved: Watched) -> Graph:
         """The same with all products, which are counted."""
-        products = _Products((), ALL)
+        products = _Products((), ALL, saved.pack)
         graph = _watched(run, saved, products)
         self.ops = tuple(products.ops)
-        self.num_read = ALL if _has_own(graph.ends) else products.num_before
+        self.num_read = ALL if products.unseen or _has_own(graph.ends) else products.num_before
         return graph
 
     def _run(self, run: Again, saved: Watched, ops: tuple[OpOverload, ...], num_read: int) -> Graph:
@@ -92,14 +92,19 @@ def _watched(run: Again, saved: Watched, products: _Products) -> Graph:
 
 
 class _Products(TorchDispatchMode):
-    """Counts products, and leaves out those from `num_read` on while they come as `expected`."""
+    """Counts products, and leaves out those from `num_read` on while they come as `expected`.
 
-    def __init__(self, expected: tuple[OpOverload, ...], num_read: int) -> None:
+    `saver`: by whom tensors are to be saved, where it is to be seen that they are.
+    """
+
+    def __init__(self, expected: tuple[OpOverload, ...], num_read: int, saver: Any = None) -> None:
         super().__init__()
         self.ops: list[OpOverload] = []
         self.num_before = 0
         """Products that had begun when the last tensor was saved."""
-        self._expected, self._num_read, self._left_out = expected, num_read, False
+        self.unseen = False
+        """Whether tensors were saved by somebody else."""
+        self._expected, self._num_read, self._saver, self._left_out = expected, num_read, saver, False
 
     def saving(self) -> None:
         """A tensor is saved."""
@@ -109,6 +114,7 @@ class _Products(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, index = kwargs or {}, len(self.ops)
+        self.unseen |= self._saver is not None and _saver() != self._saver
         if not is_among(func, PRODUCTS):
             return func(*args, **kwargs)
         self.ops.append(func)
@@ -117,6 +123,12 @@ class _Products(TorchDispatchMode):
             return func(*args, **kwargs)
         self._left_out = True
         return _shaped(func, args, kwargs)
+
+
+def _saver() -> Any:
+    """What autograd now hands tensors to that it wants to save; the hooks that were put there last."""
+    found = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return found[0] if found else None
 
 
 def _shaped(func: OpOverload, args: Any, kwargs: Any) -> Tensor:

@@ -1,7 +1,8 @@
 """Products that no backward reads are left out of a forward that runs again, and nobody notices.
 
 The bits are those of kept graphs.  A block that at last saves something behind such a product, one with a backward of
-its own that keeps tensors where nobody sees them, and one that does other things from call to call are done whole.
+its own or hooks that keep tensors where nobody sees them, and one that does other things from call to call are done
+whole.
 """
 
 from __future__ import annotations
@@ -108,6 +109,9 @@ class Block(nn.Module):
         y = self.linear(x)
         if self.kind == "own":
             return x + Doubled.apply(y)
+        if self.kind == "hooked":
+            with torch.autograd.graph.save_on_cpu():
+                return x + y * y
         if self.kind == "later" and self.calls > 6:
             return x + y * y
         if self.kind == "more" and self.calls > 6:
@@ -127,7 +131,7 @@ class Stack(nn.Module):
         return x
 
 
-@pytest.mark.parametrize(("kind", "read"), [("own", ALL), ("later", ALL), ("more", ALL), ("plain", 0)])
+@pytest.mark.parametrize(("kind", "read"), [("own", ALL), ("hooked", ALL), ("later", ALL), ("more", ALL), ("plain", 0)])
 def test_a_block_that_reads_it_after_all_is_done_whole(kind: str, read: int, swap: Path) -> None:
     def steps(recompute: str) -> tuple[list[float], list[int]]:
         """Every forward of a step counts its calls anew, so that both ways of running see the same."""
