@@ -10,6 +10,7 @@ border, and the gap before it (under 2 MiB) is used by later small buffers.
 from __future__ import annotations
 
 import ctypes
+import errno
 import gc
 import logging
 import mmap
@@ -56,9 +57,16 @@ def needed_bytes(sizes: Iterable[int]) -> int:
 def anonymous(nbytes: int) -> tuple[mmap.mmap, int]:
     """A private mapping for `nbytes` on huge pages, and the first 2 MiB border in it.
 
-    The mapping is 2 MiB longer than asked so that the border exists; that part is address space, never memory.
+    The mapping is 2 MiB longer than asked so that the border exists; that part is address space, never memory.  Raises
+    `DoesNotFit`.
     """
-    area = mmap.mmap(-1, aligned(nbytes) + HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        area = mmap.mmap(-1, aligned(nbytes) + HUGE_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise DoesNotFit(
+            f"host memory: the system refused {nbytes} bytes ({os.strerror(error.errno or errno.ENOMEM)}); end what"
+            " else uses memory, or lower offload.host_memory so that the plan fits what is left"
+        ) from error
     pin = ctypes.c_char.from_buffer(area)
     start = -ctypes.addressof(pin) % HUGE_BYTES
     del pin

@@ -122,11 +122,12 @@ class Room:
             ("spare {0[0]}{0[1]}", spares, self.spares, self.device.zeros),
         )
         near = [nbytes for _, sizes, *_ in kinds for key, nbytes in sizes.items() if not self._lies_away(key)]
+        for _, sizes, held, made in kinds:  # the device first: it may refuse, and a pool that is locked would stay so
+            held.update({key: made(nbytes) for key, nbytes in sizes.items() if self._lies_away(key)})
         pool = HostPool(needed_bytes(near))
         self.device.lock(pool)
-        for name, sizes, held, made in kinds:
-            for key, nbytes in sizes.items():
-                held[key] = made(nbytes) if self._lies_away(key) else pool.take(name.format(key), nbytes)
+        for name, sizes, held, _ in kinds:
+            held.update({k: pool.take(name.format(k), n) for k, n in sizes.items() if not self._lies_away(k)})
         return pool
 
     def _lies_away(self, key: Any) -> bool:
@@ -179,8 +180,8 @@ class Room:
                 for k in self._resting(kind, index, unit):
                     nbytes = self._part_bytes(kind, index, unit.parts[k])
                     if nbytes:
-                        name = f"{role}/{unit.name}#{k}"
-                        self.extents[f"{kind}{index}.{k}@disk"] = self.drive.reserve(area, name, nbytes)
+                        extent = self.drive.reserve(area, f"{role}/{unit.name}#{k}", nbytes)
+                        self.extents[f"{kind}{index}.{k}@disk"] = extent
         if self.disk is not None:
             self.disk.allocate()
 
@@ -315,16 +316,19 @@ class Room:
         return self.slots[place] if "#" in place else self.saved[place]
 
     def fits_saved(self, nbytes: int) -> bool:
-        return all(slot.numel() >= nbytes for name, slot in self.slots.items() if name.endswith(".x#0"))
+        return all(self.slots[name].numel() >= nbytes for name in self._saved_slots())
 
     def grow_saved(self, nbytes: int) -> None:
-        """Larger slots for saved inputs; all lanes must be idle."""
-        names = [name for name in self.slots if name.partition("#")[0].endswith(".x")]
-        for name in names:
-            del self.slots[name]
+        """Larger slots for saved inputs; all lanes must be idle.  Where these are refused there are none."""
+        names = self._saved_slots()
+        self.slots |= dict.fromkeys(names, self.nothing)
         if self.grown is not None:
             self._close(self.grown)
+        self.grown = None
         self.grown = self._lay(dict.fromkeys(names, aligned(nbytes, PIECE_BYTES)), {}, {})
+
+    def _saved_slots(self) -> list[str]:
+        return [name for name in self.slots if name.partition("#")[0].endswith(".x")]
 
     def widen_gradients(self, placement: Placement) -> None:
         """Homes and slots of gradients that hold fp32 sums; all lanes idle, no gradient at rest."""

@@ -13,6 +13,7 @@ import torch
 from tiny_models import batches, tiny
 
 import offloadz
+from offloadz.plan.errors import DoesNotFit
 from offloadz.runtime import session
 
 
@@ -45,6 +46,23 @@ def test_slots_that_were_too_small_are_given_back(tmp_path: Path) -> None:
         assert len({id(a) for a in grown}) > 1, "the batches never outgrew a pool that had grown"
         assert len(alive) == 1
         assert sum(name.startswith("host.x#") for name in room.slots) == room.placement.slots
+
+
+def test_slots_that_are_refused_are_asked_for_again(swap: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A caller who goes on with shorter rows has slots for these, and the bits of a run that nobody refused."""
+
+    def refuses(*how: object) -> None:
+        raise DoesNotFit("no room")
+
+    losses = []
+    for refused in (0, 2):
+        with disk_run(swap) as run:
+            for _ in range(refused):
+                with monkeypatch.context() as patch, pytest.raises(DoesNotFit, match="no room"):
+                    patch.setattr(type(run.session.room), "_lay", refuses)
+                    run.session.fit_saved(2 << 20)
+            losses.append([float(run.step(batch)) for batch in batches(2)])
+    assert losses[0] == losses[1]
 
 
 @pytest.mark.parametrize("group", [{"match": ["*"], "lrr": 1.0}, {"lr": 1.0}])

@@ -95,6 +95,12 @@ def test_too_much_names_buffer_room_and_field() -> None:
         HostPool(-5)
 
 
+def test_memory_that_the_system_refuses_is_told_with_numbers() -> None:
+    told = r"host memory: the system refused 1125899906842624 bytes .*lower offload\.host_memory"
+    with pytest.raises(DoesNotFit, match=told):
+        HostPool(1 << 50)
+
+
 def test_each_buffer_is_a_storage_of_its_own() -> None:
     pool = HostPool(4 * PAGE_BYTES)
     first, second = pool.take("first", PAGE_BYTES), pool.take("second", 100)
