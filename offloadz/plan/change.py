@@ -56,8 +56,9 @@ def needed(peak: Mapping[str, int], shares: Mapping[str, float], ranks: int = 1)
 
 
 def _changes(asked: Asked, peak: Mapping[str, int]) -> Iterator[tuple[str, Change]]:
-    """(what to write, what it does to what is asked), the mildest first."""
-    spec, wishes = asked.spec, asked.wishes
+    """(what to write, what it does to what is asked), the mildest first.  What all ranks share is written as a whole,
+    while each of them asks for its own part."""
+    spec, wishes, ranks = asked.spec, asked.wishes, asked.spec.share.ranks
     if wishes.commit == "shadow":
         yield 'offload.commit = "hold"', _wish(commit="hold")
     if wishes.recompute in ("none", "cheap"):
@@ -76,12 +77,13 @@ def _changes(asked: Asked, peak: Mapping[str, int]) -> Iterator[tuple[str, Chang
     if wishes.keep != 1:
         yield "train.keep = 1", _wish(keep=1)
     if wishes.host_memory is not None:
-        yield f'offload.host_memory = "{human(peak["host"], up=True)}"', _wish(host_memory=peak["host"])
+        yield f'offload.host_memory = "{human(ranks * peak["host"], up=True)}"', _wish(host_memory=peak["host"])
     for recipe in cheaper(spec.recipe, spec.dtype):
         yield f'optimizer.state = "{recipe.state}"', _store(recipe)
-    room, need = wishes.disk_free, peak["disk"] + (peak["checkpoint"] if wishes.same_drive else 0)
+    saved = peak["checkpoint"] if wishes.same_drive else 0
+    room, need = wishes.disk_free, peak["disk"] + saved
     if wishes.swap and room is not None and room < need:
-        told = f"name another drive in offload.swap, with {human(need, up=True)} free"
+        told = f"name another drive in offload.swap, with {human(ranks * peak['disk'] + saved, up=True)} free"
         yield told, _wish(disk_free=room + need, linkable=False)
     length = wishes.max_length // 2
     while length >= 64:

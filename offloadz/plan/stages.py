@@ -37,7 +37,7 @@ def decide_for(spec: ModelSpec, machine: Machine, wishes: Wishes) -> Plan:
             )
         return decide(spec, machine, wishes)
     _refuse(wishes)
-    fair, own = for_each(machine, wishes.ranks), _own(wishes)
+    fair, own = for_each(machine, wishes.ranks), _own(wishes, machine.unified)
     stages = STAGES if wishes.zero_stage == "auto" else (int(wishes.zero_stage),)
     plans = [decide(spec.shared_by(Share(0, wishes.ranks, stage)), fair, own) for stage in stages]
     fitting = [plan for plan in plans if plan.fits]
@@ -71,17 +71,19 @@ def for_each(machine: Machine, ranks: int) -> Machine:
     )
 
 
-def _own(wishes: Wishes) -> Wishes:
-    """What each rank asks for: its rows, its share of limits and room.  Checkpoints are one for all."""
+def _own(wishes: Wishes, unified: bool) -> Wishes:
+    """What each rank asks for: its rows, its share of limits and room.  Checkpoints are one for all.  `unified`: the
+    device that is limited is the machine that all share."""
     ranks, room = wishes.ranks, wishes.disk_free
     rows = -(-wishes.batch_size // ranks)
+    told = {key: getattr(wishes, key) for key in ("host_memory", *("device_memory",) * unified)}
     return replace(
         wishes,
         batch_size=rows,
         micro_batch_size=min(wishes.micro_batch_size, rows),
         sweeps=min(wishes.sweeps, rows),
-        host_memory=None if wishes.host_memory is None else wishes.host_memory // ranks,
         disk_free=None if room is None else room // ranks,
+        **{key: size // ranks for key, size in told.items() if size is not None},
     )
 
 

@@ -70,6 +70,25 @@ def test_what_is_too_small_is_told_for_each_and_what_is_needed_for_all() -> None
     assert decide_for(spec(), machine(whole * 1.01 / GIB), asked).fits
 
 
+def test_what_would_help_is_told_as_a_user_writes_it() -> None:
+    """A limit of all ranks, not that of one."""
+    asked = Wishes(4, 128, ranks=4, zero_stage=3, slots=1, recompute="all", keep=1, host_memory=4 * (100 << 20))
+    plan = decide_for(spec(), machine(64), asked)
+    whole = 4 * plan.peak["host"]
+    assert not plan.fits and plan.smallest_change == f'offload.host_memory = "{human(whole, up=True)}"'
+    assert decide_for(spec(), machine(64), replace(asked, host_memory=whole)).fits
+
+
+@pytest.mark.parametrize("key", ("host_memory", "device_memory"))
+def test_limits_of_one_memory_are_of_all_ranks(key: str) -> None:
+    """Ranks on a processor share its memory, by whichever name it is limited."""
+    for unified, shared in ((True, True), (False, key == "host_memory")):
+        box = replace(machine(64), unified=unified, rates={**TYPICAL_RATES, **TYPICAL_DEVICE_RATES})
+        plan = decide_for(spec(), box, Wishes(4, 128, ranks=4, **{key: 8 * GIB}))
+        tier = "host" if unified or key == "host_memory" else "device"
+        assert plan.limits[tier] == (2 if shared else 8) * GIB
+
+
 def test_all_ranks_wear_the_drive() -> None:
     disk = Wishes(4, 128, swap=True, optimizer="disk", gradients="host", parameters="host", commit="hold", copies=1)
     alone = decide(spec(), machine(64), disk)
