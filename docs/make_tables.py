@@ -303,8 +303,9 @@ def configuration_page() -> str:
         "",
         "A TOML file; `section.key=value` on the command line replaces a value. Unknown keys are errors that name the",
         "nearest one, and so are the names of other trainers, with what to write here instead. Paths are relative to",
-        "the directory you start in. Keys marked ● never change a number of the run: they may differ from those of a",
-        "checkpoint; the others only where `train.resume_with` names them.",
+        "the directory you start in. Keys marked ● may differ from those of a checkpoint, since they never change a",
+        "number of the run, but for the rounding of sums: under another kind of `device`, and where clipping is on",
+        "another `zero_stage`. The others may only where `train.resume_with` names them.",
     ]
     for section, kind in SECTIONS.items():
         lines += ["", f"## [{section}]", "", (kind.__doc__ or "").strip(), "", *key_table(kind, section)]

@@ -1,8 +1,8 @@
 """The exceptions a caller may catch, in one place at the bottom of the import order.
 
-Everything a user wrote wrongly is a `ConfigError` (a `ValueError`); the other three say which promise of the machine
-did not hold: room, drive, or the bytes of the training state.  Each message is one short paragraph that names the
-thing, the number found, the number needed and the field to change.
+Everything a user wrote wrongly is a `ConfigError` (a `ValueError`); the others say what did not hold: room, a drive,
+the bytes of the training state, an update of a step before, state to go on from, or another rank.  Each message is one
+short paragraph that names the thing, the number found, the number needed and the field to change.
 """
 
 

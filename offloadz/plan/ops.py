@@ -28,7 +28,8 @@ class Op(NamedTuple):
     lane: str
     verb: str
     phase: str
-    """forward | backward | finish | update: which part of the step an interrupted walk may still have to complete."""
+    """forward | backward | arrival | finish | update: the part of the step; of a walk that is given up only updates are
+    still done."""
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
     seat: int = -1
