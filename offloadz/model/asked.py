@@ -26,6 +26,7 @@ def check_arguments(model: nn.Module, tiers: dict[str, str], optimizer: Any) -> 
     if id(model) in RUNS:
         raise ConfigError(f"this {type(model).__name__} is already offloaded; first run.close(materialize=True)")
     _check_uncut(model)
+    _check_not_recomputing(model)
     for kind, tier in tiers.items():
         if tier not in ("auto", *TIERS):
             raise ConfigError(f"{kind} = {tier!r}; needed: auto, {', '.join(TIERS)}")
@@ -44,6 +45,17 @@ def _check_uncut(model: nn.Module) -> None:
             f"{found}: a model that is already cut over ranks (tp_plan, device_mesh, FSDP) is not built; give offload "
             "the whole one, loaded without these (offloadz.load, best), and start with torchrun: the ranks share it by "
             "zero_stage"
+        )
+
+
+def _check_not_recomputing(model: nn.Module) -> None:
+    """ConfigError for a model whose blocks are told to recompute by themselves, when their weights have gone."""
+    told = [name for name, module in model.named_modules() if getattr(module, "gradient_checkpointing", False)]
+    if told:
+        raise ConfigError(
+            f"{told[0] or type(model).__name__}: gradient checkpointing is on, and a run recomputes blocks itself: "
+            "call model.gradient_checkpointing_disable(), or take it out of config.json; recompute = 'all' does it for "
+            "every block, 'auto' where graphs have no room"
         )
 
 

@@ -417,6 +417,20 @@ def test_limits_of_memory_are_told_as_in_a_configuration(told: str | int, limit_
         assert run.plan.limits["host"] == limit_bytes
 
 
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing")
+def test_a_model_that_recomputes_by_itself_is_refused_until_it_does_not(swap: Path) -> None:
+    """As scripts for other trainers leave it: within a block that runs backward its weights are gone."""
+    model, wanted = tiny("llama").train(), tiny("llama").train()
+    model.gradient_checkpointing_enable()
+    with pytest.raises(
+        offloadz.ConfigError, match=r"^model: gradient checkpointing is on.*_disable\(\).*recompute = 'all'"
+    ):
+        offloadz.offload(model, swap=swap)
+    model.gradient_checkpointing_disable()
+    with offloaded(swap, model=model) as run, offloaded(swap, model=wanted) as other:
+        assert float(run.step(STEPS[0])) == float(other.step(STEPS[0]))
+
+
 def test_wrong_calls_are_refused_with_what_to_change(swap: Path) -> None:
     model = tiny("llama")
     with offloaded(swap, model=model) as run:
