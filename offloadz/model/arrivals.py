@@ -58,14 +58,15 @@ class Arrivals:
             self.stage.session.commit_by("hold")
 
     def take(self, unit: int) -> None:
-        """The gradient of a unit has come: lay the settings of its parameters ready, as they are in this step."""
+        """The gradient of a unit has come: lay the settings of its parameters ready, as they are in this step; none for
+        those that it does not train, of which a clipped step before may have left some."""
         session = self.stage.session
         self._step = self._step or self.optimizer.settings(session.steps, 1.0, self.threads)
         members = {m.name for s in session.spec.units[unit].sections if s.trainable for m in s.members}
         touched = set().union(*session.room.ranks.each(sorted(members & self.stage.touched)))
         new = {name: self._step[name] for name in touched - self.begun.keys()}
         self.begun |= new
-        session.room.due |= new
+        session.room.due |= {name: self.begun.get(name, ()) for name in members}
         if session.placement.commit == "in_place":
             session.steps |= {name: session.steps.get(name, 0) + 1 for name in new}
             self.applied |= new.keys()

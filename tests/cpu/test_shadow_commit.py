@@ -98,6 +98,24 @@ def test_updates_come_with_their_gradients_and_stay(placement: tuple[str, ...], 
         assert phases == {"arrival"} and run.plan.commit == "shadow"
 
 
+@pytest.mark.parametrize("where", ["disk", "host"])
+def test_what_a_step_does_not_train_stays_as_a_clipped_one_left_it(where: str, swap: Path) -> None:
+    """Settings that were laid ready for the clipped step, whose updates came late, are not for the next one."""
+    outcomes = []
+    for commit in ("hold", "shadow"):
+        told = {"swap": swap, "commit": commit, "poison": True} | dict.fromkeys(KINDS, where)
+        with offloadz.offload(tiny("llama"), offloadz.AdamW(lr=1e-3), **told) as run:
+            found = Outcome()
+            for step, batch in enumerate(STEPS):
+                run.max_grad_norm = 1e6 if step % 2 else 1e-2
+                for name, param in run.model.named_parameters():
+                    param.requires_grad_(step % 2 == 0 or "layers.1.mlp" not in name)
+                one = train(run, [batch])
+                found = Outcome(found.losses + one.losses, found.norms + one.norms, one.weights)
+            outcomes.append(found)
+    assert_same_bits(*outcomes)
+
+
 @pytest.mark.parametrize("most", [0.0, 1e-2], ids=["not clipped", "clipped"])
 def test_units_of_several_parts(most: float, swap: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Updated in the slot they are computed from (hold), or copied from it (shadow), part by part."""
