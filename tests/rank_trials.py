@@ -115,10 +115,11 @@ def crossing(rank: int, folder: str) -> None:
     hosted._group = lambda held: asked.append(held.numel())  # as for memory of a device that has no way of its own
     out: dict[str, Any] = {"tried": [plain.tried(plain._host, torch.device("cpu"))]}
     out["met"] = [group.meet(torch.device(name)) for name in ("cpu", f"meta:{rank}")]
-    try:
-        group.meet(torch.device("meta:1"))
-    except offloadz.ConfigError as error:
-        out["met"].append(str(error))
+    for name in ("meta:1", ("cpu", "meta:1")[rank]):
+        try:
+            group.meet(torch.device(name))
+        except offloadz.ConfigError as error:
+            out["met"].append(str(error))
     for name, way in (("plain", plain), ("hosted", hosted)):
         whole, swapped = torch.empty(1000 * group.size), torch.empty(1000)
         way.gather(whole, own)

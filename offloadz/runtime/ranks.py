@@ -70,7 +70,7 @@ class Solo:
 
     def meet(self, device: torch.device) -> str:
         """Make ready for tensors of a device that each rank has its own of; returns why these go through the host, if
-        they do.  Raises ConfigError where two ranks have the same one."""
+        they do.  Raises ConfigError where two ranks have the same one, or one of them none."""
         return ""
 
     def gather(self, whole: Tensor, own: Tensor, operation: str) -> None:
@@ -141,10 +141,11 @@ class Group(Solo):
 
     def meet(self, device: torch.device) -> str:
         every = self.each(str(device))
-        if device.type != "cpu" and len(set(every)) < self.size:
+        shared, mixed = len(set(every)) < self.size, len({name.partition(":")[0] for name in every}) > 1
+        if mixed or (shared and device.type != "cpu"):
             raise ConfigError(
-                f"{self.size} ranks compute on {', '.join(every)}; needed: one for each, which offload.device = "
-                '"auto" takes by LOCAL_RANK'
+                f"{self.size} ranks compute on {', '.join(every)}; needed: all on the CPU, or one device for each, "
+                'which offload.device = "auto" takes by LOCAL_RANK'
             )
         return self._ways.meet(device, lambda found: next(filter(None, self.each(found)), ""))
 
