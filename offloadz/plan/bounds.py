@@ -1,14 +1,15 @@
 """What a step takes at least, from bytes and rates alone: which candidates are not worth a walk.
 
-Forward and backward follow each other, each at least as long as the work of its busiest lane; updates belong to the
-one (hold) or the other (shadow, in place).  Left to others: the time itself (`estimate.py`).  The trade-off: lanes run
-ahead a little at the turn from forward to backward, so both together count as a twentieth shorter than they are.
+Forward and backward follow each other, each at least as long as the work of its busiest lane, or of its drive; updates
+belong to the one (hold) or the other (shadow, in place).  Left to others: the time itself (`estimate.py`).  The
+trade-off: lanes run ahead a little at the turn from forward to backward, so both together count as shorter by what lies
+in slots, and by no more than a twentieth.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from math import inf
 
 from offloadz.plan.alike import once, seats_alike, unit_kinds
@@ -16,10 +17,10 @@ from offloadz.plan.footprint import Batch, num_saved, saved_bytes
 from offloadz.plan.left import GRAPH, PRODUCTS, left_by
 from offloadz.plan.machine import Machine
 from offloadz.plan.ops import Op
-from offloadz.plan.placement import Placement
+from offloadz.plan.placement import Placement, slot_bytes
 from offloadz.plan.predict import Costs, inside
-from offloadz.plan.products import products_bytes
-from offloadz.plan.shared import DISK_PASSES
+from offloadz.plan.products import micro_products_bytes, products_bytes
+from offloadz.plan.shared import DISK_PASSES, Sharing
 from offloadz.plan.spec import ModelSpec
 
 APART = 0.95
@@ -35,13 +36,34 @@ Work = Counter[str]
 def least_s(spec: ModelSpec, placement: Placement, batch: Batch, machine: Machine) -> float:
     """Seconds that no step is shorter than."""
     costs, works = Costs(spec, placement, batch, machine), work_of(spec, placement, batch)
-    phases = []
+    phases, drives = [], []
     for work, verb in zip(works, ("forward", "backward"), strict=True):
         alone = _seconds(work, costs) | {"device": _device_s(spec, placement, batch, costs, verb)}
         cores = {"cores": alone["device"] + alone["cpu"]} if placement.unified else {}
         phases.append(alone | cores | {"memory": _memory_bytes(work, costs) / _most_memory(costs)})
+        drives.append(_drive_s(alone, costs) * (batch.sweeps == 1))
     together: list[float] = [sum(each) for each in zip(*(phase.values() for phase in phases), strict=True)]
-    return max(APART * sum(max(phase.values()) for phase in phases), *together, *_shared(works[0] + works[1], costs))
+    whole_s = sum(max(drive, *phase.values()) for drive, phase in zip(drives, phases, strict=True))
+    apart_s = max(APART * whole_s, whole_s - _ahead_s(spec, placement, batch, costs))
+    return max(apart_s, *together, *_shared(works[0] + works[1], costs))
+
+
+def _ahead_s(spec: ModelSpec, placement: Placement, batch: Batch, costs: Costs) -> float:
+    """Seconds that transfers may be ahead of the computation, or behind it, at the turn from forward to backward: what
+    slots hold, at the rate of the slowest.  With several sweeps there are many such turns: no end is known."""
+    if batch.sweeps > 1:
+        return inf
+    pools = slot_bytes(
+        spec, placement, saved_bytes(spec, placement, batch), micro_products_bytes(spec, placement, batch)
+    )
+    lanes = ("h2d", "d2h", *("disk_read", "disk_write") * any(pool.startswith("host.") for pool in pools))
+    return placement.slots * sum(pools.values()) / min(costs.rates[lane] for lane in lanes)
+
+
+def _drive_s(alone: Mapping[str, float], costs: Costs) -> float:
+    """Seconds of a drive that reads and writes at once for as long as it can, as far as that is any faster."""
+    read_s, write_s, both = alone["disk_read"], alone["disk_write"], Sharing(costs).both
+    return read_s + write_s - max(0.0, 2 - 1 / both) * min(read_s, write_s)
 
 
 def _shared(work: Work, costs: Costs) -> Iterator[float]:

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from test_command import config as config
 from test_command import run
-from test_fastest import asked, desktop, llama
+from test_fastest import asked, desktop, fresh, llama
 
+import offloadz.plan.predict as predicting
 from offloadz.plan.more import More, more_of
+from offloadz.plan.ops import Program
+from offloadz.plan.pace import program_of
 from offloadz.plan.question import Question
 from offloadz.plan.recipes import Recipe
+from offloadz.plan.walk import Lane, simulate
 from offloadz.plan.words import human, lasting
 
 GIB = 1 << 30
@@ -67,6 +73,28 @@ def test_memory_that_is_not_needed_is_said() -> None:
 def test_what_brings_nothing_is_said_in_one_line() -> None:
     _, more = told(512, 2)
     assert next(more.lines()) == "32GiB more memory or one more drive would bring nothing"
+
+
+def test_a_plan_with_what_more_would_bring_is_little_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a 32B: some dozen short programs, each compiled once, whatever rates it is walked by."""
+    programs, walked = list[Program](), list[int]()
+
+    def compiled(*told: Any) -> Program:
+        programs.append(program_of(*told))
+        return programs[-1]
+
+    def counted(program: Program, lanes: Mapping[str, Lane]) -> None:
+        walked.append(len(program))
+        simulate(program, lanes)
+
+    monkeypatch.setattr(predicting, "program_of", compiled)
+    monkeypatch.setattr(predicting, "simulate", counted)
+    machine = desktop(96, 2)
+    question = Question(fresh("32B"), machine, asked(machine))
+    more = more_of(question, question.answer(), 2)
+    assert more.drive and more.host_memory and len(more.states) == 3
+    assert len(programs) < len(walked), "those of a box with another drive are the same"
+    assert len(programs) <= 36 and len(walked) <= 48 and sum(walked) <= 44000
 
 
 def test_without_swap_there_is_no_second_drive() -> None:
