@@ -9,6 +9,7 @@ would be compared by their luck.  Arms:
 
 - `fp32`, `bf16`, `int8`, `int8-sr`: ours, with bfloat16 gradients in and bfloat16 weights out;
 - `update`: a pure in-place update of as many bytes as `fp32` reads and writes, on as many threads: what memory allows;
+- `update_of_zeros`: the same over zeros instead of numbers, which some memory takes faster (docs/optimizer.md);
 - `torch_fused`: torch.optim.AdamW(fused=True) over float32 weights, with the casts of the mixed path (gradient to
   float32, new weight to bfloat16); `deepspeed`: its CPU Adam with the same casts, where it is installed.
 
@@ -72,9 +73,9 @@ class Arena:
         self._taken = begin + count * dtype.itemsize
         return self._area[begin : self._taken].view(dtype).zero_()
 
-    def normal(self, dtype: torch.dtype, size: float) -> Tensor:
+    def normal(self, dtype: torch.dtype, size: float, count: int = 0) -> Tensor:
         """Numbers of a normal distribution: 65,536 of them, over and over."""
-        out, numbers = self.zeros(dtype), (self._normal * size).to(dtype)
+        out, numbers = self.zeros(dtype, count), (self._normal * size).to(dtype)
         for part in out.split(numbers.numel()):
             part.copy_(numbers[: part.numel()])
         return out
@@ -130,8 +131,19 @@ def with_casts(arena: Arena, master: torch.nn.Parameter, optimizer: torch.optim.
 
 def in_place(arena: Arena) -> Step:
     """x = x * a in place over as many bytes as fp32 moves, counting a read and a write of each."""
-    array = arena.zeros(torch.float32, arena.count * int(bytes_of("fp32")) // 8)
+    array = arena.normal(torch.float32, 0.05, num_in_place(arena))
     return lambda _: array.mul_(0.999)
+
+
+def of_zeros(arena: Arena) -> Step:
+    """The same over zeros."""
+    array = arena.zeros(torch.float32, num_in_place(arena))
+    return lambda _: array.mul_(0.999)
+
+
+def num_in_place(arena: Arena) -> int:
+    """Numbers of an in-place update that moves as many bytes as fp32."""
+    return arena.count * int(bytes_of("fp32")) // 8
 
 
 def bytes_of(recipe: str) -> float:
@@ -142,7 +154,7 @@ def bytes_of(recipe: str) -> float:
 def arms_of(threads: int) -> dict[str, Arm]:
     """All that can run here."""
     arms: dict[str, Arm] = {name: ours(name, threads) for name in RECIPES}
-    arms |= {"update": in_place, "torch_fused": torch_fused}
+    arms |= {"update": in_place, "update_of_zeros": of_zeros, "torch_fused": torch_fused}
     return arms | ({"deepspeed": deepspeed} if importlib.util.find_spec("deepspeed") else {})
 
 
@@ -203,6 +215,7 @@ def ratios_of(seconds: dict[str, list[float]]) -> dict[str, float | None]:
         "fp32_vs_torch_fused": ratio(seconds, "torch_fused", "fp32"),
         "fp32_vs_deepspeed": ratio(seconds, "deepspeed", "fp32"),
         "fp32_vs_update": ratio(seconds, "update", "fp32"),
+        "fp32_vs_update_of_zeros": ratio(seconds, "update_of_zeros", "fp32"),
         **{f"{name}_vs_fp32": ratio(seconds, "fp32", name) for name in RECIPES[1:]},
     }
 
@@ -253,7 +266,7 @@ def show(count: int, table: dict[str, dict[str, float]], ratios: dict[str, float
     """One size as a table."""
     print(f"{count / 1e6:.0f} M parameters")
     for name, row in table.items():
-        print(f"  {name:12} {row['ms']:9.2f} ms {row['mparams_per_s']:9.1f} M/s {row['gb_per_s']:7.2f} GB/s")
+        print(f"  {name:15} {row['ms']:9.2f} ms {row['mparams_per_s']:9.1f} M/s {row['gb_per_s']:7.2f} GB/s")
     print("  " + ", ".join(f"{name} {value}" for name, value in ratios.items()))
 
 
