@@ -125,7 +125,7 @@ class Part:
         """Bytes of one moment's scales."""
         return aligned(self.num_blocks * 4, LINE_BYTES) if self.recipe.scaled else 0
 
-    @property
+    @cached_property
     def state_bytes(self) -> int:
         """Low master bits, then every moment, then the scales of each."""
         return self.low_bytes + self.recipe.num_moments * (self.moment_bytes + self.scale_bytes)
