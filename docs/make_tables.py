@@ -112,7 +112,8 @@ HIDDEN_CASES: tuple[tuple[tuple[int, str, int, int], dict[str, Any]], ...] = (
     ((64, "int8-sr", 49152, 1), {"activations": "disk"}),
 )
 """Memory, format of the state, tokens a step, drives; and what is fixed."""
-LEAST_MEMORIES_GIB = (64, 96, 128, 192)
+RESULTS_CASES = (("GiB", 192, "int8-sr"), ("GB", 192, "int8-sr"), ("GiB", 192, "int8"), ("GiB", 320, "fp32"))
+"""Memory of a box, of which 5 are left to the system, and format of the state."""
 PREDICTED: dict[str, tuple[str, dict[str, Any]]] = {
     "predicted, eager": ("eager", {}), "predicted, liger": ("liger", {}),
     "liger, in place": ("liger", {"commit": "in_place", "clipping": False}),
@@ -120,28 +121,24 @@ PREDICTED: dict[str, tuple[str, dict[str, Any]]] = {
 """Columns of the published runs: kernels, and how a step is committed."""
 
 
-def on_card(
-    model: dict[str, Any], tokens: int, memory_gib: int, drives: int, kernels: str = "eager", state: str = "fp32",
-    **wishes: Any,
-) -> Plan:  # fmt: skip
+def on_card(*told: Any, **wishes: Any) -> Plan:
     """The plan for a model in bfloat16 on the box with an RTX 4090, with this much memory and so many drives."""
-    return asked_of_card(model, tokens, memory_gib, drives, kernels, state, **wishes).answer()
+    return asked_of_card(*told, **wishes).answer()
 
 
 def asked_of_card(
-    model: dict[str, Any], tokens: int, memory_gib: int, drives: int, kernels: str = "eager", state: str = "fp32",
+    model: dict[str, Any], tokens: int, memory_gib: float, drives: int, kernels: str = "eager", state: str = "fp32",
     **wishes: Any,
 ) -> Question:  # fmt: skip
     """What `on_card` answers."""
     base = Machine("any", GIB, "the table", device_bytes=GIB)
     box = read_machine(CARD, base, [Path(f"/{n}") for n in range(max(1, drives))])
-    box = dataclasses.replace(box, host_bytes=memory_gib * GIB).computing("bfloat16", kernels)
+    box = dataclasses.replace(box, host_bytes=int(memory_gib * GIB)).computing("bfloat16", kernels)
     size = box.drive.size_bytes if box.drive is not None and drives else None
     asked = {"swap": drives > 0, "keep": 1, "linkable": True, "compute": "bfloat16", "disk_free": size, "copies": 0}
     asked["opaque"] = kernels != "eager"
-    return Question(
-        spec_of(model).with_recipe(Recipe(state)), box, Wishes(tokens // LENGTH, LENGTH, **(asked | wishes))
-    )
+    spec = spec_of(model).with_recipe(Recipe(state))
+    return Question(spec, box, Wishes(tokens // LENGTH, LENGTH, **(asked | wishes)))
 
 
 def card_table() -> str:
@@ -181,16 +178,8 @@ def published_row(name: str, tokens: int, drives: int, state: str, known: int, w
 
 def hidden_case(memory_gib: int, state: str, tokens: int, drives: int, **wishes: Any) -> Question:
     """What a 13B that clips exactly is asked, with 5 GiB of memory left to the system."""
-    return asked_of_card(
-        MODELS["13B"],
-        tokens,
-        memory_gib,
-        drives,
-        state=state,
-        host_memory=(memory_gib - 5) * GIB,
-        commit="hold",
-        **wishes,
-    )
+    limit = {"host_memory": (memory_gib - 5) * GIB, "commit": "hold"}
+    return asked_of_card(MODELS["13B"], tokens, memory_gib, drives, state=state, **limit, **wishes)
 
 
 def hidden_table() -> str:
@@ -206,14 +195,29 @@ def hidden_table() -> str:
 
 def least_table() -> str:
     """Markdown: the fewest tokens a step that hide everything, by format of the state and memory."""
-    lines = ["| state | " + " | ".join(f"{gib} GiB" for gib in LEAST_MEMORIES_GIB) + " |", "|---" * 5 + "|"]
+    lines = ["| state | " + " | ".join(f"{gib} GiB" for gib in CARD_MEMORIES_GIB) + " |", "|---" * 5 + "|"]
     for state in STATES:
         cells = []
-        for gib in LEAST_MEMORIES_GIB:
+        for gib in CARD_MEMORIES_GIB:
             plan = hidden_case(gib, state, CARD_ROWS * LENGTH, 1).answer()
             tokens = plan.hiding.tokens if plan.hiding is not None else None
             cells.append(f"{tokens:,} ({on_disk(plan) or 'all in memory'})" if tokens else "none of 16 M")
         lines.append(f"| `{state}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def results_table() -> str:
+    """Markdown: steps of a 14B that keep results of products, beside those that make all of them again."""
+    heads = ("memory", "state", "blocks", "sweeps", "in use", "computation, up, down", "tokens/s", "else", "ratio")
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
+    for unit, size, state in RESULTS_CASES:
+        each = GIB if unit == "GiB" else 10**9
+        told = (OTHERS["Qwen3-14B"], 65536, size * each / GIB, 0, "eager", state)
+        plan, again = (on_card(*told, host_memory=(size - 5) * each, recompute=how) for how in ("auto", "all"))
+        busy = ", ".join(f"{(plan.busy_s or {})[lane]:.1f}" for lane in ("device", "h2d", "d2h"))
+        cells = f"{plan.placement.cheap} | {plan.sweeps} | {human(plan.peak['host'])} | {busy} of {plan.step_s:.1f} s"
+        speeds = f"{plan.tokens_per_s:,.0f} | {again.tokens_per_s:,.0f} | {again.step_s / plan.step_s:.2f}"
+        lines.append(f"| {size} {unit} | `{state}` | {cells} | {speeds} |")
     return "\n".join(lines)
 
 
@@ -280,7 +284,7 @@ def zero_table() -> str:
 def step_page(text: str) -> str:
     """docs/step.md with a whole program, and with steps that hide nearly everything."""
     text = between(text, f"```\n{program_text()}\n```")
-    return between(between(text, hidden_table(), 1), least_table(), 2)
+    return between(between(between(text, hidden_table(), 1), least_table(), 2), results_table(), 3)
 
 
 def zero_page(text: str) -> str:
@@ -382,9 +386,8 @@ def between(text: str, content: str, number: int = 0) -> str:
 
 def made() -> dict[Path, str]:
     """What each file should hold."""
-    readme, step, machine = ROOT / "README.md", ROOT / "docs" / "step.md", ROOT / "docs" / "machine.md"
-    zero = ROOT / "docs" / "zero.md"
-    published = ROOT / "docs" / "published.md"
+    names, readme = ("step", "machine", "zero", "published"), ROOT / "README.md"
+    step, machine, zero, published = (ROOT / "docs" / f"{name}.md" for name in names)
     return {
         readme: between(between(readme.read_text(encoding="utf-8"), machine_table()), card_table(), 1),
         published: between(published.read_text(encoding="utf-8"), published_table()),

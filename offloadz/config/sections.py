@@ -157,7 +157,7 @@ class OffloadConfig:
     host_memory: str = _key("auto", "size", 'most bytes used there, such as "48GiB"', free=True)
     slots: int = _key(0, "int", "blocks in flight; 0: the plan decides", low=0, free=True)
     recompute: str = _key(
-        "auto", "text", "blocks run again in the backward; auto: those without room for graphs, or inputs on disk; "
+        "auto", "text", "blocks run again in the backward; auto: those without room, or with inputs on disk; "
         "cheap: all but their products", choices=("auto", "all", "none", "cheap"), free=True,
     )  # fmt: skip
     sweeps: int = _key(

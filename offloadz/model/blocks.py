@@ -23,10 +23,10 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from offloadz.model.axes import Axes, Probe, Seen, Shapes, compared, one_more_row, shapes_of
 from offloadz.model.body import Body
 from offloadz.model.graphs import Graph, Saved, refuse_again
-from offloadz.model.products import Products
+from offloadz.model.products import Products, Read
 from offloadz.model.recorded import aside, hand_on, recorded_now
 from offloadz.model.stage import Stage
-from offloadz.model.unread import Unread, Watched
+from offloadz.model.unread import Unread, Watched, has_own
 from offloadz.plan.errors import ConfigError
 from offloadz.plan.left import GRAPH, PRODUCTS
 from offloadz.plan.ops import Op
@@ -208,10 +208,12 @@ class BlockSeat:
         room, key = self.stage.session.room, (call.turn.call, micro)
         room.lay_input(*key, hidden)
         slot = room.slots.get(op.writes[0])
-        saved = Saved(self.name, room.weights(self.unit, op.reads[0]), hidden)
-        products = Products(self.name, self.stage.device.generators(), slot)
-        with products.recording():
-            _, leaves = self._graph(call, micro, hidden, saved)
+        saved = Watched(self.name, room.weights(self.unit, op.reads[0]), hidden)
+        saved.products = products = Products(self.name, self.stage.device.generators(), slot)
+        with saved.hooks(), products.recording(saved.pack):
+            graph, leaves = self._graph(call, micro, hidden, saved)
+        if not has_own(graph.ends):
+            products.leave_out()
         room.graphs[key] = products
         if slot is not None:
             room.lay_home(f"y{key[0]}.{micro}@host", min(products.nbytes, slot.numel()))
@@ -280,10 +282,22 @@ class BlockSeat:
         if products is None:
             graph = self._anew(call, micro, hidden, sections)
         else:
-            with products.answering(room.slots.get(results)):
-                graph, _ = self._graph(call, micro, hidden, Saved(self.name, sections, hidden))
+            graph = self._answered(call, micro, hidden, sections, products, room.slots.get(results))
         room.live.pop(key, None)
         return graph
+
+    def _answered(
+        self, call: Call, micro: int, hidden: Tensor, sections: list[Tensor], products: Products, slot: Tensor | None
+    ) -> Graph:
+        """The graph of a micro-batch from its input and results of its products; whole, where it now saves something
+        behind one that nobody was to read."""
+        saved = Watched(self.name, sections, hidden)
+        saved.products = products
+        try:
+            with saved.hooks(), products.answering(slot):
+                return self._graph(call, micro, hidden, saved)[0]
+        except Read:
+            return self._graph(call, micro, hidden, Saved(self.name, sections, hidden))[0]
 
     def _anew(self, call: Call, micro: int, hidden: Tensor, sections: list[Tensor]) -> Graph:
         """The graph of a micro-batch from its input alone."""

@@ -137,7 +137,7 @@ def offload(
     updates = RunUpdates(optimizer or AdamW(), update_threads(threads)[0], max_grad_norm, seed)
     drawn = outline(model, stored, updates.settings.recipe, **kept)
     paths, computer = apart([swap] if isinstance(swap, str | Path) else swap), device_named(device)
-    check_cheap(recompute if plan is None else plan.recompute, kernels)
+    check_cheap(recompute if plan is None else "cheap" if plan.placement.cheap else plan.recompute, kernels)
     forwards = forwards_of(kernels, model, computer)
     wishes = Wishes(
         batch_size=batch_size or max(1, micro_batch_size) * max(1, sweeps) * ranks.size, max_length=max_length or 512,

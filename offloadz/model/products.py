@@ -8,7 +8,8 @@ here.  The forward has a graph because torch decides by it how a product is done
 
 What is not kept is done again, with the same bits: what draws random numbers (the numbers drawn behind it would be
 others), scores of attention written out (each costs a row of its input and there are as many as tokens), and what does
-not fit into the slot.  What the block goes on to change in place is copied before.
+not fit into the slot.  What the block goes on to change in place is copied before.  What comes behind the last tensor
+that autograd saves is read by nobody (`unread.py`): it is not kept, and answered with memory that holds anything.
 
 The trade-off: about half the bytes of a graph (`plan/products.py`), for the time of what lies between the products, and
 a call into Python for each operation.
@@ -53,6 +54,19 @@ class Laid(NamedTuple):
     dtype: torch.dtype
 
 
+class Blank(NamedTuple):
+    """What a result looked like that nobody reads."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+class Read(Exception):
+    """A tensor was saved behind a product that was left out."""
+
+
 class Answer(NamedTuple):
     """What a dear operation gave, by which it is told when it comes again."""
 
@@ -60,7 +74,11 @@ class Answer(NamedTuple):
     shapes: tuple[torch.Size, ...]
     leaves: list[Any] | None
     """Results, those that are tensors as they are or where they were laid; None: to be done again."""
+    blanks: list[Any] | None
+    """The same if nobody reads them; None: to be done again even then."""
     form: TreeSpec
+    start_bytes: int
+    """Bytes of all that was kept before."""
 
 
 class Products:
@@ -74,25 +92,37 @@ class Products:
         self.nbytes = 0
         """Bytes that the results take, or would if all had found room."""
         self._answers: list[Answer] = []
+        self._num_read = 0
+        """Answers there were when the last tensor was saved."""
+        self.unseen = False
+        """Whether tensors were saved by somebody else."""
+        self._left_out = False
         self._held: dict[int, tuple[list[Any], int]] = {}
         """Storage of a result that stays as it is, to where it is noted."""
 
-    def recording(self) -> AbstractContextManager[Any]:
-        """While this lasts, results of dear operations stay."""
-        return _Recording(self)
+    def recording(self, seen_by: Any = None) -> AbstractContextManager[Any]:
+        """While this lasts, results of dear operations stay; `seen_by`: what is handed the tensors that are saved."""
+        return _Recording(self, seen_by)
 
     def answering(self, slot: Tensor | None) -> AbstractContextManager[Any]:
         """While this lasts, they are answered with what stayed; `slot`: where that was brought to."""
         self.slot = slot
         return _Answering(self)
 
+    def saving(self) -> None:
+        """Autograd saves a tensor; raises Read where one was left out before it."""
+        if self._left_out:
+            raise Read
+        self._num_read = len(self._answers)
+
     def note(self, op: OpOverload, args: Any, out: Any, keep: bool) -> None:
         """Keep what an operation gave."""
-        found, form = tree_flatten(out)
+        (found, form), start = tree_flatten(out), self.nbytes
         leaves: list[Any] | None = [self._kept(leaf) for leaf in found] if keep else None
         if leaves is not None and leaves.count(None) > found.count(None):
             leaves = None
-        self._answers.append(Answer(op, _shapes(args), leaves, form))
+        blanks = [_blank(leaf) for leaf in found] if keep else None
+        self._answers.append(Answer(op, _shapes(args), leaves, blanks, form, start))
         if self.slot is None and leaves is not None:
             self._held |= {_storage(leaf): (leaves, i) for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
 
@@ -108,6 +138,13 @@ class Products:
         self._held.clear()
         self.slot = None
 
+    def leave_out(self) -> None:
+        """Let go of what came behind the last tensor that was saved: nobody reads it."""
+        unread = [] if self.unseen else self._answers[self._num_read :]
+        if unread:
+            self._answers[self._num_read :] = [one._replace(leaves=one.blanks) for one in unread]
+            self.nbytes = unread[0].start_bytes
+
     def answers(self) -> Iterator[Answer]:
         """What was kept, each let go as it is given."""
         self._answers.reverse()
@@ -115,7 +152,10 @@ class Products:
             yield self._answers.pop()
 
     def brought(self, leaf: Any) -> Any:
-        """A result, from the slot if it was laid there."""
+        """A result, from the slot if it was laid there, and with anything in it if nobody reads it."""
+        if isinstance(leaf, Blank):
+            self._left_out = True
+            return torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device=leaf.device)
         return _lying(self.slot, leaf) if isinstance(leaf, Laid) else leaf
 
     def _kept(self, leaf: Any) -> Any:
@@ -138,12 +178,13 @@ class Products:
 class _Recording(TorchDispatchMode):
     """Notes the results of dear operations, and copies those that are about to be changed."""
 
-    def __init__(self, products: Products) -> None:
+    def __init__(self, products: Products, seen_by: Any) -> None:
         super().__init__()
-        self.products = products
+        self.products, self._seen_by = products, seen_by
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, products = kwargs or {}, self.products
+        products.unseen |= self._seen_by is not None and saver() != self._seen_by
         if places := _written(func):
             products.spare(tree_leaves([args[i] if i < len(args) else kwargs.get(name) for i, name in places]))
         if not is_among(func, DEAR):
@@ -193,6 +234,12 @@ def _differs(name: str, came: str, answer: Answer | None) -> RuntimeError:
     )
 
 
+def saver() -> Any:
+    """What autograd now hands tensors to that it wants to save; the hooks that were put there last."""
+    found = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return found[0] if found else None
+
+
 @cache
 def is_among(func: OpOverload, names: tuple[str, ...]) -> bool:
     """Whether it is one of torch's own operations called so; what writes into what it is given has no result of its
@@ -220,6 +267,10 @@ def _shapes(args: Any) -> tuple[torch.Size, ...]:
 
 def _storage(tensor: Any) -> int:
     return tensor.untyped_storage()._cdata if isinstance(tensor, Tensor) else 0
+
+
+def _blank(leaf: Any) -> Any:
+    return Blank(leaf.shape, leaf.stride(), leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else leaf
 
 
 def _lying(slot: Tensor, laid: Laid) -> Tensor:

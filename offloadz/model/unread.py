@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from offloadz.model.graphs import Graph, Place, Saved, Still
-from offloadz.model.products import is_among
+from offloadz.model.products import Products, Read, is_among, saver
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear")
 """What may be left out, by its name in torch."""
@@ -40,14 +40,10 @@ Again = Callable[["Watched"], Graph]
 """Runs a forward over the weights of what it is given, with a graph that saves there."""
 
 
-class Read(Exception):
-    """A tensor was saved behind a product that was left out."""
-
-
 class Watched(Saved):
     """What a graph saves, told to the one who counts products."""
 
-    products: _Products
+    products: _Products | Products
 
     def pack(self, tensor: Tensor) -> Place | Still:
         self.products.saving()
@@ -76,7 +72,7 @@ class Unread:
         products = _Products((), ALL, saved.pack)
         graph = _watched(run, saved, products)
         self.ops = tuple(products.ops)
-        self.num_read = ALL if products.unseen or _has_own(graph.ends) else products.num_before
+        self.num_read = ALL if products.unseen or has_own(graph.ends) else products.num_before
         return graph
 
     def _run(self, run: Again, saved: Watched, ops: tuple[OpOverload, ...], num_read: int) -> Graph:
@@ -94,17 +90,17 @@ def _watched(run: Again, saved: Watched, products: _Products) -> Graph:
 class _Products(TorchDispatchMode):
     """Counts products, and leaves out those from `num_read` on while they come as `expected`.
 
-    `saver`: by whom tensors are to be saved, where it is to be seen that they are.
+    `seen_by`: by whom tensors are to be saved, where it is to be seen that they are.
     """
 
-    def __init__(self, expected: tuple[OpOverload, ...], num_read: int, saver: Any = None) -> None:
+    def __init__(self, expected: tuple[OpOverload, ...], num_read: int, seen_by: Any = None) -> None:
         super().__init__()
         self.ops: list[OpOverload] = []
         self.num_before = 0
         """Products that had begun when the last tensor was saved."""
         self.unseen = False
         """Whether tensors were saved by somebody else."""
-        self._expected, self._num_read, self._saver, self._left_out = expected, num_read, saver, False
+        self._expected, self._num_read, self._saver, self._left_out = expected, num_read, seen_by, False
 
     def saving(self) -> None:
         """A tensor is saved."""
@@ -114,7 +110,7 @@ class _Products(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, index = kwargs or {}, len(self.ops)
-        self.unseen |= self._saver is not None and _saver() != self._saver
+        self.unseen |= self._saver is not None and saver() != self._saver
         if not is_among(func, PRODUCTS):
             return func(*args, **kwargs)
         self.ops.append(func)
@@ -123,12 +119,6 @@ class _Products(TorchDispatchMode):
             return func(*args, **kwargs)
         self._left_out = True
         return _shaped(func, args, kwargs)
-
-
-def _saver() -> Any:
-    """What autograd now hands tensors to that it wants to save; the hooks that were put there last."""
-    found = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return found[0] if found else None
 
 
 def _shaped(func: OpOverload, args: Any, kwargs: Any) -> Tensor:
@@ -143,7 +133,7 @@ def _outline(tensor: Tensor) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
-def _has_own(ends: Iterable[GradientEdge | None]) -> bool:
+def has_own(ends: Iterable[GradientEdge | None]) -> bool:
     """Whether a graph has a function with a backward of its own, written in Python."""
     nodes: list[Node | None] = [end.node for end in ends if end is not None]
     seen: set[Node] = set()

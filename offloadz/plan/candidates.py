@@ -1,4 +1,5 @@
-"""What a plan may choose from, and whether it fits: placements, slots, copies, kept graphs, the cut of a batch.
+"""What a plan may choose from, and whether it fits: placements, slots, copies, what is kept of forwards, the
+cut of a batch.
 
 Everything stays in memory while it fits in nine tenths of what is available; then, on a GPU, what fits beside the
 computation stays there; then optimizer state goes to disk, then gradients, parameters, and saved inputs, in the order
@@ -19,10 +20,11 @@ from typing import TYPE_CHECKING, Any
 from offloadz.plan.change import TO_DISK
 from offloadz.plan.copies import copy_choices, linked
 from offloadz.plan.footprint import Batch, Footprint, computation, footprint
-from offloadz.plan.kept import kept_bytes, may_keep, most_kept
-from offloadz.plan.left import most_products
+from offloadz.plan.kept import kept_bytes, may_keep, most
+from offloadz.plan.left import most_products, product_seats
 from offloadz.plan.machine import Machine
 from offloadz.plan.placement import KINDS, Placement, home_bytes
+from offloadz.plan.products import products_bytes, products_room
 from offloadz.plan.spec import ModelSpec
 from offloadz.plan.words import human
 
@@ -144,10 +146,11 @@ class Space:
 
     def most_graphs(self, batch: Batch) -> int:
         """Seats whose graphs fit if nothing else is there: no placement keeps more."""
-        place, limit = self._placed({}), self.limits["host" if self.machine.unified else "device"] or 0
+        place, limit = self.in_memory, self.limits["host" if self.machine.unified else "device"] or 0
         if self.wishes.recompute != "auto":
             return place.kept
-        return most_kept(self.spec, lambda count: kept_bytes(self.spec, replace(place, kept=count), batch) <= limit)
+        seats = len(self.spec.unfolding_seats)
+        return most(seats, lambda count: kept_bytes(self.spec, replace(place, kept=count), batch) <= limit)
 
     @property
     def goes_over(self) -> bool:
@@ -172,11 +175,57 @@ class Space:
         """The same with as many kept graphs as fit."""
         if not may_keep(chosen.placement, self.wishes.recompute):
             return chosen
+        return self._leaving(chosen, len(self.spec.unfolding_seats), 0)
 
-        def keeping(count: int) -> Candidate:
-            return self.candidate(replace(chosen.placement, kept=count), chosen.batch)
+    def making(self, held: Candidate) -> Candidate | None:
+        """`held` with results of products of as many blocks as fit, and with as many of its graphs as fit beside them;
+        None where that is of none."""
+        place, batch = replace(held.placement, kept=0, cheap=1), held.batch
+        if not self.num_able or not may_keep(place, "auto") or held.placement.kept == len(self.spec.unfolding_seats):
+            return None
+        one = self.candidate(place, batch)
+        room = products_room(self.spec, place, batch, one.footprint, self.limits, self.wishes.recompute)
 
-        return keeping(most_kept(self.spec, lambda count: not self.lacking(keeping(count).footprint)))
+        def fits(cheap: int) -> bool:
+            return products_bytes(self.spec, replace(place, cheap=cheap), batch) <= room
+
+        cheap = most(self.num_able, fits)
+        return self._leaving(held, held.placement.kept, cheap) if cheap and not self.lacking(one.footprint) else None
+
+    @cached_property
+    def num_able(self) -> int:
+        """Blocks of which results of products are kept where that makes a step shorter."""
+        left = self.wishes.recompute == "auto" and not self.wishes.opaque
+        return most_products(self.spec) if left else 0
+
+    def results_bytes(self, batch: Batch) -> int:
+        """Bytes of the results of every block that can keep them."""
+        return products_bytes(self.spec, replace(self.in_memory, kept=0, cheap=self.num_able), batch)
+
+    def most_results(self, same: Candidate, nbytes: int) -> int:
+        """Blocks whose results, of all of which there are `nbytes`, fit beside what this has at rest: with the batch cut
+        in another way the same placement keeps no more."""
+        place = same.placement
+        if not may_keep(place, self.wishes.recompute):
+            return 0
+        tier = "host" if place.unified or len(place.products_route) > 1 else "device"
+        room, able = (self.limits[tier] or 0) - same.footprint.bytes[tier]["load"], self.num_able
+        return min(able, able * max(0, room) // max(1, nbytes))
+
+    def _leaving(self, chosen: Candidate, kept: int, cheap: int) -> Candidate:
+        """The same with results of products of `cheap` blocks, and before that with as many graphs as fit, `kept` at
+        most."""
+
+        def leaving(graphs: int) -> Candidate:
+            some = len(product_seats(self.spec, cheap, graphs))
+            return self.candidate(replace(chosen.placement, kept=graphs, cheap=some), chosen.batch)
+
+        return leaving(most(kept, lambda graphs: not self.lacking(leaving(graphs).footprint)))
+
+    @cached_property
+    def in_memory(self) -> Placement:
+        """All that is left to the plan in memory."""
+        return self._placed({})
 
     @property
     def _slot_choices(self) -> list[int]:
@@ -192,7 +241,7 @@ class Space:
         """What may stay on a GPU: no kind of which it cannot hold all."""
         if self.machine.unified:
             return ()
-        there = home_bytes(self.spec, replace(self._placed({}), parameters="device", gradients="device"))["device"]
+        there = home_bytes(self.spec, replace(self.in_memory, parameters="device", gradients="device"))["device"]
         free = (kind for kind in TO_DEVICE if getattr(self.wishes, kind) == "auto")
         return tuple(kind for kind in free if there.get(kind, 0) <= (self.limits["device"] or 0))
 

@@ -1,17 +1,17 @@
 """The fastest of all candidates that fit, by simulation.
 
-Placements under the rule's cut of the batch come first.  Those that only send more to the drive, or that bytes and
-rates alone show to be slower (`bounds.py`), are not walked, and the search ends with the first of the mild ones that
-comes as close to the least possible time as makes no difference.  Then other cuts of the batch, in any placement, of
-which bytes and rates alone do not show that they win less than a twentieth.  Left to others: what fits
-(`candidates.py`), what a step takes (`estimate.py`).  The trade-off: two steps within a fiftieth count as equally fast,
-which is what a simulation is worth, and then the drive, the memory and the order of the ladder decide; of other cuts
-only those few are walked that could win most.
+Placements under the rule's cut of the batch come first, each with results of products and without.  Those that only
+send more to the drive, or that bytes and rates alone show to be slower (`bounds.py`), are not walked, and the search
+ends with the first of the mild ones that comes as close to the least possible time as makes no difference.  Then other
+cuts of the batch, in any placement, of which bytes and rates alone do not show that they win less than a twentieth.
+Left to others: what fits (`candidates.py`), what a step takes (`estimate.py`).  The trade-off: two steps within a
+fiftieth count as equally fast, which is what a simulation is worth, and then the drive, the memory and the order of the
+ladder decide; of other cuts only those few are walked that could win most.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from offloadz.plan.bounds import computed_s, least_s, written_bytes
@@ -31,7 +31,8 @@ CUT_GAIN = 0.05
 """Share of a step that another cut of the batch has to win: numbers differ a little by it."""
 
 MOST_CUTS = 3
-"""Candidates that are simulated at most with the batch cut in another way."""
+"""Candidates that are simulated at most with the batch cut in another way; with results of products as many more, under
+either cut."""
 
 
 Tiers = tuple[str, ...]
@@ -55,14 +56,18 @@ class Choice:
 def fastest(space: Space, first: Candidate) -> tuple[Candidate, int]:
     """The fastest that fits, and how many were simulated (0: there is no other).
 
-    With as many kept graphs as fit: a graph that is kept takes work away from a step and adds none.  Where clipping
-    decides whether a step comes by hold or by shadow, one of each counts.
+    With as many kept graphs as fit: a graph that is kept takes work away from a step and adds none.  Results of
+    products may have to go over the bus, so one with them has to be faster than all without.  Where clipping decides
+    whether a step comes by hold or by shadow, one of each counts.
     """
-    choices = [_choice(space, bare, order) for order, bare in enumerate(space.others(first.batch))]
-    choice, num_walked = _of_one_cut(space, choices) if len(choices) > 1 else (_choice(space, first, 0), 0)
+    choices = [_kept(space, bare, order) for order, bare in enumerate(space.others(first.batch))]
+    plain, num_walked = _of_one_cut(space, choices) if len(choices) > 1 else (_kept(space, first, 0), 0)
+    choice, num_made = _sooner(
+        space, plain, TIE, lambda goal_s: _with_results(space, plain, choices or [plain], goal_s)
+    )
     known = {_tiers(one.candidate.placement): one for one in (*choices, choice)}
-    better, num_more = _of_other_cuts(space, choice, known)
-    return better.candidate, num_walked + num_more
+    choice, num_cut = _sooner(space, choice, CUT_GAIN, lambda goal_s: _hopeful(space, choice, goal_s, known))
+    return choice.candidate, num_walked + num_made + num_cut
 
 
 def _of_one_cut(space: Space, choices: Sequence[Choice]) -> tuple[Choice, int]:
@@ -81,26 +86,50 @@ def _of_one_cut(space: Space, choices: Sequence[Choice]) -> tuple[Choice, int]:
     return _mildest(walked), len(walked)
 
 
-def _of_other_cuts(space: Space, usual: Choice, known: Mapping[Tiers, Choice]) -> tuple[Choice, int]:
-    """The fastest under another cut, if it wins enough, and how many were simulated; else `usual`.
+def _sooner(
+    space: Space, usual: Choice, gain: float, others: Callable[[float], Iterable[Choice]]
+) -> tuple[Choice, int]:
+    """The fastest of others if it wins that share of a step, and how many were simulated; else `usual`.
 
-    `known`: each placement that fits under the rule's cut.
+    `others`: that may be sooner done than so many seconds.
     """
-    if next(space.cuts(usual.candidate.batch), None) is None:
-        return usual, 0
     usual.step_s = usual.step_s or _step_s(space, usual)
-    goal_s, walked = usual.step_s * (1 - CUT_GAIN), list[Choice]()
-    for choice in sorted(_hopeful(space, usual, goal_s, known), key=lambda choice: choice.least_s)[:MOST_CUTS]:
+    goal_s, walked = usual.step_s * (1 - gain), list[Choice]()
+    for choice in _soonest(others(goal_s), usual):
         if choice.least_s <= min((other.step_s for other in walked), default=goal_s):
             choice.step_s = _step_s(space, choice)
             walked.append(choice)
-    best = _mildest(walked) if walked else usual
-    return (best if best.step_s < goal_s else usual), len(walked)
+    better = [choice for choice in walked if choice.step_s < goal_s]
+    return (_mildest(better) if better else usual), len(walked)
+
+
+def _soonest(choices: Iterable[Choice], usual: Choice) -> list[Choice]:
+    """The few that could be done soonest, of those without results of products and of those with them: of these before
+    all the ones that are placed as `usual`, which is known to be fast."""
+    here, kinds = _tiers(usual.candidate.placement), dict[bool, list[Choice]]()
+    for choice in choices:
+        kinds.setdefault(choice.candidate.placement.cheap > 0, []).append(choice)
+    plain = sorted(kinds.get(False, ()), key=lambda one: one.least_s)
+    made = sorted(kinds.get(True, ()), key=lambda one: (_tiers(one.candidate.placement) != here, one.least_s))
+    return sorted((*plain[:MOST_CUTS], *made[:MOST_CUTS]), key=lambda one: one.least_s)
+
+
+def _with_results(space: Space, usual: Choice, choices: Iterable[Choice], goal_s: float) -> Iterator[Choice]:
+    """The same with results of products, as far as they may be sooner done than `goal_s`: of those that write no more
+    to the drive than `usual`, since a drive wears and products do not."""
+    for plain in (one for one in choices if one.mildness[0] <= usual.mildness[0]):
+        kept, batch = plain.candidate, plain.candidate.batch
+        own_s, cheap = min(goal_s, plain.least_s * (1 - TIE)), space.most_results(kept, space.results_bytes(batch))
+        if cheap and _least_s(space, batch, _committed(space, replace(kept.placement, cheap=cheap))) < own_s:
+            yield from (made for made in _made(space, plain) if made.least_s < own_s)
 
 
 def _hopeful(space: Space, usual: Choice, goal_s: float, known: Mapping[Tiers, Choice]) -> Iterator[Choice]:
     """What may be sooner done than `goal_s` with the batch cut in another way, as far as bytes and rates tell: of a
-    placement that the usual cut has room for, where they are fewer."""
+    placement that the usual cut has room for, where they are fewer; with results of products in memory, or placed as
+    the usual one."""
+    place = usual.candidate.placement
+    near = {_tiers(place), _tiers(space.in_memory)}
 
     def goal(place: Placement) -> float:
         same = known.get(_tiers(place))
@@ -108,16 +137,31 @@ def _hopeful(space: Space, usual: Choice, goal_s: float, known: Mapping[Tiers, C
             return goal_s
         return min(goal_s, same.least_s * (1 - CUT_GAIN))
 
+    def ways(place: Placement, graphs: int, results_bytes: int) -> Iterator[Placement]:
+        """With the most that it can keep of its forwards."""
+        place = replace(place, kept=graphs if may_keep(place, space.wishes.recompute) else place.kept)
+        yield place
+        same = known.get(_tiers(place)) if _tiers(place) in near else None
+        if same is not None and (cheap := space.most_results(same.candidate, results_bytes)):
+            yield replace(place, cheap=cheap)
+
     for batch in space.cuts(usual.candidate.batch):
-        graphs = space.most_graphs(batch)
+        most = space.most_graphs(batch), space.results_bytes(batch)
 
-        def hopeful(place: Placement, batch: Batch = batch, graphs: int = graphs) -> bool:
-            place = replace(place, kept=graphs if may_keep(place, space.wishes.recompute) else place.kept)
-            return _least_s(space, batch, [place, *[replace(place, commit="shadow")] * space.goes_over]) < goal(place)
+        def hopeful(place: Placement, batch: Batch = batch, most: tuple[int, int] = most) -> bool:
+            return any(_least_s(space, batch, _committed(space, way)) < goal(way) for way in ways(place, *most))
 
-        if computed_s(space.spec, replace(usual.candidate.placement, kept=graphs), batch, space.machine) < goal_s:
-            found = (_choice(space, bare, order) for order, bare in enumerate(space.others(batch, hopeful)))
-            yield from (choice for choice in found if choice.least_s < goal(choice.candidate.placement))
+        every = replace(place, kept=most[0], cheap=max(place.cheap, space.num_able))
+        if computed_s(space.spec, every, batch, space.machine) < goal_s:
+            for order, bare in enumerate(space.others(batch, hopeful)):
+                plain = _kept(space, bare, order)
+                found = (plain, *(_made(space, plain) if _tiers(bare.placement) in near else ()))
+                yield from (choice for choice in found if choice.least_s < goal(choice.candidate.placement))
+
+
+def _committed(space: Space, place: Placement) -> list[Placement]:
+    """With the ways of committing that a run comes to by itself."""
+    return [place, *[replace(place, commit="shadow")] * space.goes_over]
 
 
 def _tiers(place: Placement) -> Tiers:
@@ -152,12 +196,25 @@ def _does_less(one: Choice, other: Choice) -> bool:
     return away and not wins and not roomy and keeps and here.slots >= there.slots
 
 
-def _choice(space: Space, bare: Candidate, order: int) -> Choice:
-    kept, beside, peak = space.keeping(bare), space.beside(bare), bare.footprint.peak
+def _kept(space: Space, bare: Candidate, order: int) -> Choice:
+    """With as many graphs as fit, which do not count as memory that it takes."""
+    return _choice(space, bare, space.keeping(bare), space.beside(bare), order)
+
+
+def _made(space: Space, plain: Choice) -> Iterator[Choice]:
+    """The same with results of products, if they fit."""
+    if (made := space.making(plain.candidate)) is not None:
+        beside = plain.beside and (space.making(plain.beside) or plain.beside)
+        yield _choice(space, made, made, beside, plain.mildness[-1])
+
+
+def _choice(space: Space, bare: Candidate, candidate: Candidate, beside: Candidate | None, order: int) -> Choice:
+    """`bare`: what its mildness is told by."""
     resident = sum(getattr(bare.placement, kind) == "device" for kind in KINDS)
-    mildness = (written_bytes(space.spec, bare.placement, bare.batch), resident, peak["host"], order)
-    ways = [way.placement for way in (kept, beside) if way is not None]
-    return Choice(kept, beside, mildness, _least_s(space, bare.batch, ways))
+    written = written_bytes(space.spec, bare.placement, bare.batch)
+    ways = [way.placement for way in (candidate, beside) if way is not None]
+    least = _least_s(space, bare.batch, ways)
+    return Choice(candidate, beside, (written, resident, bare.footprint.peak["host"], order), least)
 
 
 def _least_s(space: Space, batch: Batch, ways: Sequence[Placement]) -> float:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from offloadz.plan.footprint import Batch, Footprint
 
 CHOICES = ("auto", "all", "none", "cheap")
-"""What recomputes: as room decides, every block, none, or what is cheap of every block (`products.py`)."""
+"""What recomputes: as room and speed decide, every block, none, or what is cheap of every block (`products.py`)."""
 
 
 def check_recompute(recompute: str) -> None:
@@ -113,19 +113,23 @@ def graph_room(
     found: Footprint,
     limits: Mapping[str, int | None],
     recompute: str,
+    results_bytes: int = 0,
 ) -> int:
-    """Bytes that kept graphs may take: what a step leaves of the memory it computes in; -1: none are kept."""
+    """Bytes that kept graphs may take: what a step leaves of the memory it computes in; -1: none are kept.
+
+    `results_bytes`: of results of products that lie in the same room.
+    """
     if recompute != "auto":
         return UNLIMITED if recompute == "none" else -1
     if not placement.kept:
         return -1
     tier = "host" if placement.unified else "device"
-    return (limits[tier] or 0) - found.bytes[tier]["step"] + kept_bytes(spec, placement, batch)
+    return (limits[tier] or 0) - found.bytes[tier]["step"] + kept_bytes(spec, placement, batch) + results_bytes
 
 
-def most_kept(spec: ModelSpec, fits: Callable[[int], bool]) -> int:
-    """The most seats that may keep their graph so that it `fits`; fewer always need less."""
-    low, high = 0, len(spec.unfolding_seats)
+def most(count: int, fits: Callable[[int], bool]) -> int:
+    """The most of `count` seats that may keep what they make so that it `fits`; fewer always need less."""
+    low, high = 0, count
     while low < high:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle) else (low, middle - 1)

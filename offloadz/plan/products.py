@@ -2,9 +2,10 @@
 
 Between recomputing a block and keeping its graph: the results of its products and of attention are kept, about half the
 bytes of its graph, and the norms, activations and reshapes between them are made again in the backward.  Bytes are a
-formula over shapes that knows no family: what every product makes, and what attention does.  Within 2 % of what stays
-for Llama, Mistral, Qwen3, Gemma 3, OLMo 2 and GPT-NeoX (`tests/plan/test_products.py` measures it again); of weights
-that lie transposed (GPT-2) a fifth low, of routed experts as much too high as few of them are asked.
+formula over shapes that knows no family: what attention makes, and every product whose result is read (`unread.py`).
+Within 2 % of what stays for Llama, Mistral, Qwen3, Gemma 3, OLMo 2 and GPT-NeoX (`tests/plan/test_products.py` measures
+it again); of weights that lie transposed (GPT-2) a quarter low, of routed experts as much too high as few of them are
+asked.
 
 The trade-off: time between products counts as memory traffic, which is what it is on a GPU; on a CPU with slow
 exponentials it is more.
@@ -19,9 +20,10 @@ from typing import TYPE_CHECKING
 from offloadz.plan.alike import once, seats_alike
 from offloadz.plan.errors import ConfigError
 from offloadz.plan.kept import UNLIMITED, graph_token_bytes, kept_bytes, may_keep
-from offloadz.plan.left import product_seats
+from offloadz.plan.left import most_products, product_seats
 from offloadz.plan.placement import Placement
 from offloadz.plan.spec import ITEM_BYTES, ModelSpec, Unit
+from offloadz.plan.unread import unread_elements
 from offloadz.plan.words import human
 
 if TYPE_CHECKING:
@@ -48,7 +50,7 @@ def micro_products_bytes(spec: ModelSpec, placement: Placement, batch: Batch) ->
 
 def product_token_bytes(spec: ModelSpec, seat: int, placement: Placement) -> float:
     """Bytes of the results of one seat for one token."""
-    item, found = ITEM_BYTES[placement.compute], _elements(spec)
+    item, found = ITEM_BYTES[placement.compute], _made(spec) if placement.opaque else _read(spec)
     blocks = spec.seats[seat].kind == "block" and len(spec.seats[seat].units)
     return float(sum(item * found[unit] for unit in spec.seats[seat].units) + 4 * spec.num_heads * blocks)
 
@@ -59,12 +61,19 @@ def again_bytes(spec: ModelSpec, seat: int, placement: Placement, batch: Batch) 
 
 
 @once
-def _elements(spec: ModelSpec) -> tuple[int, ...]:
+def _made(spec: ModelSpec) -> tuple[int, ...]:
     """Per unit the elements per token that its products make."""
-    return tuple(_made(spec, unit) for unit in spec.units)
+    return tuple(_made_by(spec, unit) for unit in spec.units)
 
 
-def _made(spec: ModelSpec, unit: Unit) -> int:
+@once
+def _read(spec: ModelSpec) -> tuple[int, ...]:
+    """Of these without a last product that leads back to the hidden state and that no backward reads."""
+    unread = (spec.hidden_size * (found > 0) for found in unread_elements(spec))
+    return tuple(made - left_out for made, left_out in zip(_made(spec), unread, strict=True))
+
+
+def _made_by(spec: ModelSpec, unit: Unit) -> int:
     """What every product makes, and attention: as much as goes into the product behind it, which leads back to the
     hidden state and is not that of the feed-forward."""
     shapes = [m.shape for s in unit.sections for m in s.members if len(m.shape) > 1]
@@ -102,9 +111,11 @@ def kept_reason(spec: ModelSpec, placement: Placement, batch: Batch, recompute: 
     told += f" (gradient checkpointing in {again} of {num} blocks)"
     if recompute != "auto":
         return f"recompute {recompute}: as configured, {told}"
+    every = cheap == most_products(spec, kept)
     why = "memory has room" if kept == num else "more do not fit"
+    why = f"a step is sooner done than with these made again{'' if every else '; more do not fit'}" if cheap else why
     why = why if may_keep(placement, recompute) else "their inputs are to be on disk, not in memory"
-    name = "none" if kept == num else "cheap" if cheap and not again else str(again) if kept or cheap else "all"
+    name = "none" if kept == num else "cheap" if cheap and every else str(again) if kept or cheap else "all"
     return f"recompute {name}: {told}; {why}"
 
 

@@ -20,7 +20,7 @@ from offloadz.plan.fastest import fastest
 from offloadz.plan.hiding import Hiding
 from offloadz.plan.kept import graph_room
 from offloadz.plan.machine import UNVERIFIED, Machine
-from offloadz.plan.products import products_room
+from offloadz.plan.products import products_bytes, products_room
 from offloadz.plan.reasons import reasons
 from offloadz.plan.spec import ModelSpec
 from offloadz.plan.wear import wear_of
@@ -78,6 +78,8 @@ def _describe(space: Space, chosen: Candidate, first: Candidate, shortage: str =
     """The plan without its times; `first`: of the ladder, by which reasons tell what fits."""
     spec, machine, wishes, limits = space.spec, space.machine, space.wishes, space.limits
     placement, batch = chosen.placement, chosen.batch
+    room = (spec, placement, batch, chosen.footprint, limits, wishes.recompute)
+    shared = len(placement.products_route) == 1
     return Plan(
         placement=placement,
         batch=batch,
@@ -92,8 +94,8 @@ def _describe(space: Space, chosen: Candidate, first: Candidate, shortage: str =
         reasons=tuple(reasons(spec, placement, batch, wishes, limits["host"] or 0, first, shortage)),
         rates_source=machine.rates_source,
         machine=machine.name,
-        graph_room_bytes=graph_room(spec, placement, batch, chosen.footprint, limits, wishes.recompute),
-        products_room_bytes=products_room(spec, placement, batch, chosen.footprint, limits, wishes.recompute),
+        graph_room_bytes=graph_room(*room, products_bytes(spec, placement, batch) if shared else 0),
+        products_room_bytes=products_room(*room),
         recompute=wishes.recompute,
         recipe=spec.recipe.state,
         recipe_told=spec.recipe.told(placement.storage),

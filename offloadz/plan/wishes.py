@@ -51,7 +51,7 @@ class Wishes:
     reading_bytes: int = 0  # beside the interpreter while data are read
     random: bool = False  # whether the weights are drawn at random
     recompute: str = "auto"
-    """Which blocks run again in the backward: auto (as far as there is no room for their graphs) | all | none
+    """Which blocks run again in the backward: auto (as far as there is no room for what they leave) | all | none
     | cheap (what lies between their products)."""
     commit: str = "auto"
     """`in_place` is only taken where it is asked for: a step that fails half-way then ends the run."""

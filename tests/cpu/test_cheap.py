@@ -7,6 +7,7 @@ its own or sorts tokens by expert is not to be noticed either.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from offloadz.model.graphs import Keeping
 from offloadz.model.products import Products
 from offloadz.plan.errors import ConfigError
 from offloadz.plan.left import GRAPH, PRODUCTS, multiplying_seats
+from offloadz.plan.products import product_token_bytes
 from offloadz.runtime.rehearsal import Rehearsal
 
 KINDS = ("parameters", "gradients", "optimizer_state", "activations")
@@ -254,3 +256,55 @@ def test_graphs_for_the_last_results_for_those_before_and_nothing_else() -> None
 def test_beside_compiled_blocks_it_is_refused_by_name(swap: Path) -> None:
     with pytest.raises(ConfigError, match=r'recompute = "cheap" beside model\.kernels = "compile" is not built'):
         offloadz.offload(tiny("llama"), swap=swap, recompute="cheap", kernels="compile")
+
+
+@pytest.fixture
+def spoiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that holds anything holds what no sum gets rid of."""
+    blank = torch.empty_strided
+    monkeypatch.setattr(torch, "empty_strided", lambda *how, **more: blank(*how, **more).fill_(float("nan")))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3", "mixtral"])
+def test_what_nobody_reads_is_not_kept(family: str, swap: Path, spoiled: None) -> None:
+    """And may come back as anything."""
+    build = families.FAMILIES[family].build
+    for device in ("cpu", Rehearsal()):
+        assert_same_bits(ran(build(), swap, "cheap", device=device), ran(build(), swap, "all", device=device), family)
+
+
+@pytest.mark.parametrize("device", ["cpu", "rehearsal"])
+def test_a_plan_knows_what_is_not_kept(device: str, swap: Path) -> None:
+    where = Rehearsal() if device == "rehearsal" else "cpu"
+    with offloadz.offload(tiny("llama"), swap=swap, recompute="cheap", micro_batch_size=4, device=where) as run:
+        run.step(STEPS[0])
+        spec, placement = run.session.spec, run.session.placement
+        for seat in multiplying_seats(spec):
+            told, width = product_token_bytes(spec, seat, placement), spec.hidden_size * 4
+            assert run.stage.keeping._products[seat] == pytest.approx(told, rel=0.02)
+            assert product_token_bytes(spec, seat, replace(placement, opaque=True)) == told + width
+
+
+class Later(nn.Module):
+    """Saves what its last product gives, from its second call on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(8, 8), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        y = self.linear(x)
+        return x + (y * y if self.calls > 1 else y)
+
+
+def test_what_is_read_after_all_is_done_again(swap: Path, spoiled: None) -> None:
+    found = []
+    for recompute in ("all", "cheap"):
+        torch.manual_seed(0)
+        model = nn.Sequential(Later(), Later(), Later())
+        with offloadz.offload(model, offloadz.AdamW(lr=1e-2), swap=swap, recompute=recompute) as run:
+            loss = run.step({"x": torch.ones(2, 8)}, loss_fn=lambda m, b: m(b["x"]).square().mean())
+            run.flush()
+            found.append([loss, *(view.weight.clone() for view in run.session.parts())])
+    assert all(map(torch.equal, *found)) and not any(each.isnan().any() for each in found[0])

@@ -26,6 +26,7 @@ from offloadz.plan.cut import Cut, cut_told
 from offloadz.plan.estimate import estimate
 from offloadz.plan.fastest import CUT_GAIN, MOST, MOST_CUTS, TIE
 from offloadz.plan.headers import spec_from_formula
+from offloadz.plan.left import product_seats
 from offloadz.plan.machine import TYPICAL_RATES, UNVERIFIED, Machine
 from offloadz.plan.placement import KINDS, Placement
 from offloadz.plan.search import decide
@@ -35,6 +36,7 @@ from offloadz.plan.wishes import Wishes
 GIB = 1 << 30
 SHAPES = {"7B": (4096, 11008, 32, 32, 32000), "13B": (5120, 13824, 40, 40, 32000),
           "32B": (5120, 27648, 64, 8, 152064), "70B": (8192, 28672, 80, 8, 32000)}  # fmt: skip
+FOURTEEN = {"14B": (5120, 17408, 40, 8, 151936)}
 
 
 def processor(host_bytes: int, **rates: float) -> Machine:
@@ -49,7 +51,7 @@ def llama(name: str) -> ModelSpec:
     import json
     from tempfile import TemporaryDirectory
 
-    hidden, inner, layers, groups, words = SHAPES[name]
+    hidden, inner, layers, groups, words = {**SHAPES, **FOURTEEN}[name]
     config = {
         "model_type": "llama", "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers,
         "num_attention_heads": hidden // 128, "num_key_value_heads": groups, "vocab_size": words,
@@ -105,12 +107,14 @@ def test_a_bound_is_one(spec: ModelSpec, machine: Machine) -> None:
     from offloadz.plan.footprint import Batch
 
     batch = Batch(8, 256, 2)
-    for tiers, commit, kept in product(product(("host", "disk"), repeat=4), ("hold", "shadow"), (0, 99)):
+    left = ((0, 0), (99, 0), (2, 5), (0, 99))
+    for tiers, commit, (kept, cheap) in product(product(("host", "disk"), repeat=4), ("hold", "shadow"), left):
         place = Placement(
             *tiers, unified=machine.unified, storage="bfloat16", commit=commit, copies=2,
-            kept=min(kept, len(spec.unfolding_seats)),
+            kept=min(kept, len(spec.unfolding_seats)), cheap=len(product_seats(spec, cheap, kept)),
         )  # fmt: skip
-        assert least_s(spec, place, batch, machine) <= estimate(spec, place, batch, machine).step_s, place
+        found_s = estimate(spec, place, batch, machine).step_s  # of unlike blocks, each as their mean, a hundredth off
+        assert least_s(spec, place, batch, machine) <= found_s * (1.01 if 0 < cheap < 99 else 1), place
 
 
 @pytest.mark.parametrize(("name", "clipping"), [*((name, False) for name in SHAPES), ("13B", True)])

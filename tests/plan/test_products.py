@@ -25,17 +25,21 @@ from offloadz.plan.wishes import Wishes
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize(("family", "config", "off"), BLOCKS, ids=lambda v: v if isinstance(v, str) else "")
 def test_bytes_are_what_is_recorded(family: str, config: dict[str, Any], off: float, attention: str) -> None:
-    """Of one block, all of them products with weights and attention; nothing of these is twice in memory."""
+    """Of one block, all of them products with weights and attention, without what no backward reads; nothing of these is
+    twice in memory."""
     import torch
     from first_block import first_block
 
     from offloadz.model.products import Products
+    from offloadz.model.unread import Watched
 
     block, args, kwargs = first_block(family, config, attention)
     hidden = torch.randn(2, 256, 256, requires_grad=True)
-    kept = Products("", [])
-    with kept.recording():
+    saved = Watched("", list(block.parameters()), hidden)
+    saved.products = kept = Products("", [])
+    with saved.hooks(), kept.recording():
         out = block(hidden, *args, **kwargs)
+    kept.leave_out()
     params = [ParamInfo(f"h.0.{name}", tuple(p.shape)) for name, p in block.named_parameters()]
     spec = make_spec(params, ["h.0"], [], dtype="float32", config=config)
     planned = product_token_bytes(spec, 0, Placement()) * 2 * 256
@@ -117,5 +121,5 @@ def test_what_was_asked_for_is_done_or_refused_with_what_would_help() -> None:
     assert any(line.startswith("recompute cheap: as configured") and "of 6 blocks the results" in line
                for line in plan.reasons)  # fmt: skip
     assert wished(spec, 1 << 40, "all").peak["host"] < plan.peak["host"] < wished(spec, 1 << 40, "none").peak["host"]
-    tight = wished(spec, wished(spec, 1 << 40, "all").peak["host"], "cheap")
+    tight = wished(spec, wished(spec, 1 << 40, "all").peak["host"], "cheap", sweeps=1)
     assert not tight.fits and 'offload.recompute = "auto"' in tight.smallest_change
