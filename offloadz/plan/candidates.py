@@ -203,8 +203,8 @@ class Space:
         return products_bytes(self.spec, replace(self.in_memory, kept=0, cheap=self.num_able), batch)
 
     def most_results(self, same: Candidate, nbytes: int) -> int:
-        """Blocks whose results, of all of which there are `nbytes`, fit beside what this has at rest: with the batch cut
-        in another way the same placement keeps no more."""
+        """Blocks whose results, of all of which there are `nbytes`, fit beside what this has at rest: with the batch
+        cut in another way the same placement keeps no more."""
         place = same.placement
         if not may_keep(place, self.wishes.recompute):
             return 0

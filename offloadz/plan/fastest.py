@@ -61,10 +61,9 @@ def fastest(space: Space, first: Candidate) -> tuple[Candidate, int]:
     whether a step comes by hold or by shadow, one of each counts.
     """
     choices = [_kept(space, bare, order) for order, bare in enumerate(space.others(first.batch))]
-    plain, num_walked = _of_one_cut(space, choices) if len(choices) > 1 else (_kept(space, first, 0), 0)
-    choice, num_made = _sooner(
-        space, plain, TIE, lambda goal_s: _with_results(space, plain, choices or [plain], goal_s)
-    )
+    choices = choices or [_kept(space, first, 0)]
+    plain, num_walked = _of_one_cut(space, choices) if len(choices) > 1 else (choices[0], 0)
+    choice, num_made = _sooner(space, plain, TIE, lambda goal_s: _with_results(space, plain, choices, goal_s))
     known = {_tiers(one.candidate.placement): one for one in (*choices, choice)}
     choice, num_cut = _sooner(space, choice, CUT_GAIN, lambda goal_s: _hopeful(space, choice, goal_s, known))
     return choice.candidate, num_walked + num_made + num_cut

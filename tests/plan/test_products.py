@@ -25,8 +25,8 @@ from offloadz.plan.wishes import Wishes
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize(("family", "config", "off"), BLOCKS, ids=lambda v: v if isinstance(v, str) else "")
 def test_bytes_are_what_is_recorded(family: str, config: dict[str, Any], off: float, attention: str) -> None:
-    """Of one block, all of them products with weights and attention, without what no backward reads; nothing of these is
-    twice in memory."""
+    """Of one block, all of them products with weights and attention, without what no backward reads; nothing of these
+    is twice in memory."""
     import torch
     from first_block import first_block
 
