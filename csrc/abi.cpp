@@ -2,6 +2,7 @@
 // a pointer.  No exception leaves them, and none ends the process.
 #include "crc32c.h"
 #include "floats.h"
+#include "heap.h"
 #include "kernels.h"
 #include <cstring>
 
@@ -90,4 +91,8 @@ OZ_API void oz_fill(void *out, int value, int64_t num_bytes) {
 
 OZ_API uint32_t oz_crc32c(const void *data, int64_t num_bytes) {
   return crc32c(data, size_t(num_bytes));
+}
+
+OZ_API int oz_fill_holes() {
+  return fill_holes();
 }

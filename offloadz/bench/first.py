@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from offloadz.bench.command import bench
 from offloadz.bench.machine_file import keep
 from offloadz.bench.rounds import QUICK
-from offloadz.memory.host import give_back
+from offloadz.memory.heap import give_back
 from offloadz.plan.boxes import bench_file
 from offloadz.plan.errors import ConfigError, DiskFailed
 from offloadz.plan.question import question

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from offloadz.memory.flat import spans
-from offloadz.memory.host import map_large_blocks
+from offloadz.memory.heap import map_large_blocks
 from offloadz.model.asked import check_arguments, check_commit, check_kinds, most_bytes, stored_dtype
 from offloadz.model.blocks import BlockSeat
 from offloadz.model.body import Body
@@ -46,6 +46,7 @@ from offloadz.plan.rooms import apart, rooms_of
 from offloadz.plan.spec import ModelSpec
 from offloadz.plan.stages import decide_for
 from offloadz.plan.wishes import Wishes
+from offloadz.runtime import native
 from offloadz.runtime.chosen import device_named
 from offloadz.runtime.devices import Device
 from offloadz.runtime.level import level
@@ -229,6 +230,7 @@ def _known(model: nn.Module) -> dict[str, Any]:
 def _furnish(spec: ModelSpec, plan: Plan, drives: Drives, device: Device, ranks: Solo) -> Room:
     """The room of a plan, its buffers made and its extents reserved or taken over."""
     map_large_blocks()
+    native.fill_holes()
     check_io(drives.io)
     if reason := ranks.meet(device.torch):
         log.warning("tensors cross between ranks through the host, which is slower, to the same bits: %s", reason)

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from offloadz.memory.host import map_large_blocks
+from offloadz.memory.heap import map_large_blocks
 from offloadz.model.conversion import Cut, file_names
 from offloadz.model.sources import FileSource, RandomSource, Source, persistent_buffers, put_parameter, tie_groups
 from offloadz.model.vocabulary import Added, GrownSource, grow

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from offloadz.memory.host import Growth
+from offloadz.memory.heap import Growth
 from offloadz.plan.ops import Op
 
 Action = Callable[[Op], None]

@@ -16,7 +16,8 @@ _ABI_VERSION = 1
 
 _KINDS = {"p": ctypes.c_void_p, "i": ctypes.c_int, "l": ctypes.c_int64, "L": ctypes.c_uint64, "s": ctypes.c_char_p}
 _SIGNATURES: dict[type | None, str] = {  # result: functions with their arguments
-    ctypes.c_int: "oz_abi_version: oz_select_isa:s oz_isa_supported:i oz_io_run:piiplllpp oz_io_fix:ppl oz_io_fallen:p",
+    ctypes.c_int: "oz_abi_version: oz_select_isa:s oz_isa_supported:i oz_io_run:piiplllpp oz_io_fix:ppl oz_io_fallen:p "
+    "oz_fill_holes:",
     ctypes.c_char_p: "oz_isa:",
     ctypes.c_int64: "oz_quant_block:",
     ctypes.c_uint32: "oz_crc32c:pl",

@@ -114,6 +114,12 @@ def fill_nan_(x: Tensor) -> None:
     load_library().oz_fill(check_tensor("x", x, _all_dtypes(x)), 0xFF, x.nbytes)
 
 
+def fill_holes() -> bool:
+    """From now on torch's blocks in host memory go where one of their size was before (`csrc/heap.cpp`); for the whole
+    process, and whether it could be had."""
+    return bool(load_library().oz_fill_holes())
+
+
 def crc32c(data: Tensor, nbytes: int | None = None) -> int:
     """The CRC32C (RFC 3720) of the first `nbytes` bytes (default: all) of a uint8 tensor."""
     at = check_tensor("data", data, (torch.uint8,))

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offloadz.config import parse_every
-from offloadz.memory.host import give_back
+from offloadz.memory.heap import give_back
 from offloadz.model.aside import write_text
 from offloadz.model.flips import shadow_of, told_of
 from offloadz.model.state import load_flip

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from offloadz.memory.host import give_back
+from offloadz.memory.heap import give_back
 from offloadz.model.told import random_states, set_random_states
 from offloadz.plan.errors import ConfigError
 from offloadz.train.forms import RecordError
