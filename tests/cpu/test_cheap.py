@@ -308,3 +308,30 @@ def test_what_is_read_after_all_is_done_again(swap: Path, spoiled: None) -> None
             run.flush()
             found.append([loss, *(view.weight.clone() for view in run.session.parts())])
     assert all(map(torch.equal, *found)) and not any(each.isnan().any() for each in found[0])
+
+
+class Hooked(nn.Module):
+    """Puts what autograd saves away itself: nobody else sees what its backward reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(lambda y: y.clone(), lambda y: y):
+            return x + self.linear(x).sigmoid()
+
+
+def test_what_a_blocks_own_hooks_read_is_kept(swap: Path, spoiled: None) -> None:
+    found = []
+    for recompute in ("none", "cheap"):
+        torch.manual_seed(0)
+        with offloadz.offload(
+            nn.Sequential(*(Hooked() for _ in range(3))), offloadz.AdamW(lr=1e-2), swap=swap, recompute=recompute
+        ) as run:
+            losses = [
+                run.step({"x": torch.ones(2, 8)}, loss_fn=lambda m, b: m(b["x"]).square().mean()) for _ in range(2)
+            ]
+            run.flush()
+            found.append([*losses, *(view.weight.clone() for view in run.session.parts())])
+    assert all(map(torch.equal, *found)) and not any(each.isnan().any() for each in found[0])
