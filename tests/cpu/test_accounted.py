@@ -17,9 +17,10 @@ from offloadz.config import config_from_tables
 from offloadz.plan.timeline import Timeline, read_traces
 from offloadz.train.metrics import METRICS, read_metrics
 
-STEPS = 8
+STEPS = 6
 TRACED = range(3, STEPS + 1)
-"""Without the first, which makes its programs, and the second, the first with updates."""
+"""Without the first, which makes its programs, and the second, the first with updates.  What is missing of a step is
+the model's own code before its blocks (masks, rotary tables) and the calls from block to block."""
 
 
 @pytest.fixture(scope="module", params=["disk", "host"])
@@ -29,7 +30,7 @@ def finished(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
     make_model(folder / "model", hidden_size=256, intermediate_size=768, num_hidden_layers=3)
     (folder / "train.jsonl").write_text(('{"text": "' + " ".join(["w1 w2 w3"] * 21) + '"}\n') * 64)
     told: dict[str, Any] = {
-        "train__steps": STEPS, "train__save_every": 0, "train__batch_size": 32, "train__micro_batch_size": 16,
+        "train__steps": STEPS, "train__save_every": 0, "train__batch_size": 64, "train__micro_batch_size": 32,
         "train__trace_steps": list(TRACED), "data__max_length": 64, "optimizer__warmup": 1, "offload__slots": 2,
         "offload__recompute": "all",
     }  # fmt: skip
@@ -52,11 +53,9 @@ def test_busy_and_waiting_add_up_to_the_step(finished: Path) -> None:
     assert median(shares) >= 0.95, shares
 
 
-def test_a_trace_has_the_same_busy_time_and_leaves_the_same_gaps(finished: Path) -> None:
-    shares = []
+def test_a_trace_has_the_same_busy_time_and_room_for_the_waiting(finished: Path) -> None:
     for found, line in zip(traced(finished), steps_of(finished), strict=True):
         busy_s = found.busy_s()["device"]
         assert busy_s == pytest.approx(line["busy_s"]["device"], rel=1e-3)
         assert busy_s + line["wait_s"] <= line["step_s"]
-        shares.append((busy_s + line["wait_s"]) / line["step_s"])
-    assert median(shares) >= 0.95, shares
+        assert found.length_s >= 0.9 * (busy_s + line["wait_s"])
