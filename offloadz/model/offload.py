@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -176,7 +177,8 @@ def _keeping(spec: ModelSpec, plan: Plan, known: bool) -> Keeping:
         room if room == UNLIMITED else min(room, int(SLACK * taken)) if known else room // 2
         for room, taken in zip((plan.graph_room_bytes, plan.products_room_bytes), planned, strict=True)
     ]
-    each = {seat: graph_token_bytes(spec, seat, where, batch) for seat in spec.unfolding_seats}
+    may = spec.keeping_seats(where.kept) if plan.recompute == "all" else spec.unfolding_seats
+    each = {s: graph_token_bytes(spec, s, where, batch) if s in may else inf for s in spec.unfolding_seats}
     able = product_seats(spec, len(spec.seats), 0 if shared else where.kept) if where.cheap else ()
     products = {seat: product_token_bytes(spec, seat, where) for seat in able}
     return Keeping(rooms[0], [each.get(seat, 0.0) for seat in range(len(spec.seats))], rooms[1], products, shared)

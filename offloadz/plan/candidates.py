@@ -148,7 +148,7 @@ class Space:
         """Seats whose graphs fit if nothing else is there: no placement keeps more."""
         place, limit = self.in_memory, self.limits["host" if self.machine.unified else "device"] or 0
         if self.wishes.recompute != "auto":
-            return place.kept
+            return max(place.kept, self._num_behind)
         seats = len(self.spec.unfolding_seats)
         return most(seats, lambda count: kept_bytes(self.spec, replace(place, kept=count), batch) <= limit)
 
@@ -172,10 +172,30 @@ class Space:
         return next((one for one in some if not self.lacking(one.footprint)), None)
 
     def keeping(self, chosen: Candidate) -> Candidate:
-        """The same with as many kept graphs as fit."""
+        """The same with as many kept graphs as fit; where every block recomputes, with those behind the blocks that take
+        no memory which a block would not need after them."""
         if not may_keep(chosen.placement, self.wishes.recompute):
-            return chosen
+            return self._keeping_behind(chosen)
         return self._leaving(chosen, len(self.spec.unfolding_seats), 0)
+
+    def _keeping_behind(self, chosen: Candidate) -> Candidate:
+        least = chosen.footprint.bytes
+
+        def keeping(count: int) -> Candidate:
+            return self.candidate(replace(chosen.placement, kept=count), chosen.batch)
+
+        def free(count: int) -> bool:
+            step = keeping(count).footprint.bytes
+            return all(step[tier]["step"] <= least[tier]["step"] for tier in least)
+
+        return keeping(most(self._num_behind, free)) if self._num_behind else chosen
+
+    @cached_property
+    def _num_behind(self) -> int:
+        """Seats behind the blocks that can keep their graph, where every block recomputes."""
+        blocks = [i for i, seat in enumerate(self.spec.seats) if seat.kind == "block"]
+        all_again = self.wishes.recompute == "all" and self.in_memory.activations != "disk"
+        return sum(i > blocks[-1] for i in self.spec.unfolding_seats) if blocks and all_again else 0
 
     def making(self, held: Candidate) -> Candidate | None:
         """`held` with results of products of as many blocks as fit, and with as many of its graphs as fit beside them;

@@ -119,10 +119,12 @@ def graph_room(
 
     `results_bytes`: of results of products that lie in the same room.
     """
-    if recompute != "auto":
-        return UNLIMITED if recompute == "none" else -1
+    if recompute == "none":
+        return UNLIMITED
     if not placement.kept:
         return -1
+    if recompute == "all":
+        return int(SLACK * kept_bytes(spec, placement, batch))
     tier = "host" if placement.unified else "device"
     return (limits[tier] or 0) - found.bytes[tier]["step"] + kept_bytes(spec, placement, batch) + results_bytes
 

@@ -154,10 +154,10 @@ def test_rates_that_nobody_measured_keep_the_order_of_the_ladder() -> None:
 @pytest.mark.parametrize("clipping", [True, False])
 def test_what_is_fixed_stays_fixed(fixed: dict[str, Any], clipping: bool) -> None:
     plan = decide(SPEC, card(64 * GIB), replace(WISHES, clipping=clipping, **fixed))
-    seats = len(SPEC.unfolding_seats)
     told = {kind: getattr(plan.placement, kind) for kind in KINDS}
     told |= {"slots": plan.slots, "sweeps": plan.sweeps, "micro_batch_size": plan.micro_batch_size}
-    told |= {"commit": plan.commit, "recompute": {0: "all", seats: "none"}.get(plan.placement.kept)}
+    kept = {SPEC.seats[seat].kind for seat in SPEC.keeping_seats(plan.placement.kept)}
+    told |= {"commit": plan.commit, "recompute": "all" if "block" not in kept else "none"}
     assert plan.fits and {key: told[key] for key in fixed} == fixed
 
 

@@ -129,6 +129,18 @@ def test_who_sends_inputs_to_disk_wants_the_memory() -> None:
     assert decide(spec, probe_machine(), replace(asked, recompute="none")).placement.kept == len(spec.unfolding_seats)
 
 
+def test_where_every_block_recomputes_what_comes_behind_them_is_kept_if_it_takes_no_memory() -> None:
+    spec = llama()
+    asked = Wishes(8, 512, micro_batch_size=8, host_memory=1 << 40, recompute="all", baseline_bytes=0)
+    plan = decide(spec, probe_machine(), asked)
+    assert {spec.seats[seat].kind for seat in spec.keeping_seats(plan.placement.kept)} == {"module", "head"}
+    none = footprint(spec, replace(plan.placement, kept=0), plan.batch, baseline_bytes=0)
+    assert plan.footprint.bytes["host"]["step"] <= none.bytes["host"]["step"]
+    assert kept_bytes(spec, plan.placement, plan.batch) <= plan.graph_room_bytes
+    many = decide(spec, probe_machine(), replace(asked, rows=64, micro_batch_size=2))
+    assert many.placement.kept == 0 and many.graph_room_bytes == -1
+
+
 def test_as_many_are_kept_as_there_is_room_for() -> None:
     spec = llama()
     least = wished(spec, 1 << 40, "all").peak["host"]
