@@ -172,8 +172,8 @@ class Space:
         return next((one for one in some if not self.lacking(one.footprint)), None)
 
     def keeping(self, chosen: Candidate) -> Candidate:
-        """The same with as many kept graphs as fit; where every block recomputes, with those behind the blocks that take
-        no memory which a block would not need after them."""
+        """The same with as many kept graphs as fit; where every block recomputes, with those behind the blocks, if they
+        take no memory that a block would not need after them."""
         if not may_keep(chosen.placement, self.wishes.recompute):
             return self._keeping_behind(chosen)
         return self._leaving(chosen, len(self.spec.unfolding_seats), 0)

@@ -137,7 +137,7 @@ def test_where_every_block_recomputes_what_comes_behind_them_is_kept_if_it_takes
     none = footprint(spec, replace(plan.placement, kept=0), plan.batch, baseline_bytes=0)
     assert plan.footprint.bytes["host"]["step"] <= none.bytes["host"]["step"]
     assert kept_bytes(spec, plan.placement, plan.batch) <= plan.graph_room_bytes
-    many = decide(spec, probe_machine(), replace(asked, rows=64, micro_batch_size=2))
+    many = decide(spec, probe_machine(), replace(asked, batch_size=64, micro_batch_size=2))
     assert many.placement.kept == 0 and many.graph_room_bytes == -1
 
 
