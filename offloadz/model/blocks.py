@@ -13,6 +13,7 @@ block's graph exists at any time, for one micro-batch.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -212,7 +213,7 @@ class BlockSeat:
         saved.products = products = Products(self.name, self.stage.device.generators(), slot)
         with saved.hooks(), products.recording(saved.pack):
             graph, leaves = self._graph(call, micro, hidden, saved)
-        if not has_own(graph.ends):
+        if not has_own(graph.ends) and not self.body.watched():
             products.leave_out()
         room.graphs[key] = products
         if slot is not None:
@@ -301,9 +302,8 @@ class BlockSeat:
 
     def _anew(self, call: Call, micro: int, hidden: Tensor, sections: list[Tensor]) -> Graph:
         """The graph of a micro-batch from its input alone."""
-        return self.unread.again(
-            lambda saved: self._graph(call, micro, hidden, saved)[0], lambda: Watched(self.name, sections, hidden)
-        )
+        saved = partial(Watched, self.name, sections, hidden)
+        return self.unread.again(lambda at: self._graph(call, micro, hidden, at)[0], saved, self.body.watched())
 
     def _cut_grad(self, call: Call, index: int, micro: int, grad: Tensor | None) -> Tensor | None:
         axis = call.axes.outputs[index] if call.axes else None

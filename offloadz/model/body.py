@@ -62,6 +62,14 @@ class Body:
             weights[name] = leaf
         return weights
 
+    def watched(self) -> bool:
+        """Whether what happens inside is seen from outside, beside what is given back: by forward hooks of a user, or
+        in buffers.  Hooks of transformers are let be: what they record leaves with the outputs (`recorded.py`)."""
+        inner = [module for module in self.module.modules() if module is not self.module]
+        hooks = (hook for m in inner for held in (m._forward_hooks, m._forward_pre_hooks) for hook in held.values())
+        seen = any(not (getattr(hook, "__module__", None) or "").startswith("transformers.") for hook in hooks)
+        return seen or any(True for _ in self.module.buffers())
+
     def aim(self, leaves: Mapping[str, Tensor], slopes: list[Tensor]) -> None:
         """Let the gradients of `leaves` be added in place to the slope sections."""
         for name, leaf in leaves.items():

@@ -9,7 +9,8 @@ here.  The forward has a graph because torch decides by it how a product is done
 What is not kept is done again, with the same bits: what draws random numbers (the numbers drawn behind it would be
 others), scores of attention written out (each costs a row of its input and there are as many as tokens), and what does
 not fit into the slot.  What the block goes on to change in place is copied before.  What comes behind the last tensor
-that autograd saves is read by nobody (`unread.py`): it is not kept, and answered with memory that holds anything.
+that autograd saves, or of which Python is told a value, is read by nobody (`unread.py`): it is not kept, and answered
+with memory that holds anything.
 
 The trade-off: about half the bytes of a graph (`plan/products.py`), for the time of what lies between the products, and
 a call into Python for each operation.
@@ -64,7 +65,7 @@ class Blank(NamedTuple):
 
 
 class Read(Exception):
-    """A tensor was saved behind a product that was left out."""
+    """A tensor was saved, or a value told to Python, behind a product that was left out."""
 
 
 class Answer(NamedTuple):
@@ -110,7 +111,7 @@ class Products:
         return _Answering(self)
 
     def saving(self) -> None:
-        """Autograd saves a tensor; raises Read where one was left out before it."""
+        """Autograd saves a tensor, or Python is told a value; raises Read where a product was left out before it."""
         if self._left_out:
             raise Read
         self._num_read = len(self._answers)
@@ -185,6 +186,8 @@ class _Recording(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, products = kwargs or {}, self.products
         products.unseen |= self._seen_by is not None and saver() != self._seen_by
+        if tells(func):
+            products.saving()
         if places := _written(func):
             products.spare(tree_leaves([args[i] if i < len(args) else kwargs.get(name) for i, name in places]))
         if not is_among(func, DEAR):
@@ -210,6 +213,8 @@ class _Answering(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if tells(func):
+            self.products.saving()
         if not is_among(func, DEAR):
             return func(*args, **kwargs)
         answer = next(self._answers, None)
@@ -246,6 +251,13 @@ def is_among(func: OpOverload, names: tuple[str, ...]) -> bool:
     own, and is none."""
     space, _, name = func.overloadpacket._qualified_op_name.partition("::")
     return space == "aten" and name in names and not func._schema.is_mutable
+
+
+@cache
+def tells(func: OpOverload) -> bool:
+    """Whether an operation gives a number or a shape by the values of its inputs (`item`, `if x.max() > 1`): what a
+    block goes on to do with that saves nothing."""
+    return any(tag in func.tags for tag in (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape))
 
 
 @cache

@@ -8,8 +8,9 @@ dispatches, so no family of models is known here.
 The first time a block runs again all is done, and it is counted how many products had begun when the last tensor was
 saved; from then on the others are left out, while the products come as they came.  If a tensor is saved behind one
 that was left out, the block does other things than before: it runs once more, whole, and nothing is left out of it any
-more.  Functions with a backward of their own, and hooks of a block on what is saved, may keep tensors where nobody
-here sees it, so blocks with such are let be.
+more.  A value that Python is told (`item`) counts as saved.  Functions with a backward of their own, and hooks of a
+block on what is saved, may keep tensors where nobody here sees it, so blocks with such are let be; so are those with
+buffers, or with forward hooks inside, which see all results (`Body.watched`).
 
 The trade-off: a call into Python for each operation of a forward that runs again.
 """
@@ -28,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from offloadz.model.graphs import Graph, Place, Saved, Still
-from offloadz.model.products import Products, Read, is_among, saver
+from offloadz.model.products import Products, Read, is_among, saver, tells
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear")
 """What may be left out, by its name in torch."""
@@ -57,8 +58,11 @@ class Unread:
         self.num_read = 0
         self.ops: tuple[OpOverload, ...] | None = None
 
-    def again(self, run: Again, saved: Callable[[], Watched]) -> Graph:
-        """The graph of a forward that runs again; `saved` gives a new place to save to."""
+    def again(self, run: Again, saved: Callable[[], Watched], watched: bool = False) -> Graph:
+        """The graph of a forward that runs again; `saved` gives a new place to save to.  Whole, where it is `watched`
+        from outside."""
+        if watched:
+            return self._run(run, saved(), (), ALL)
         if self.ops is None:
             return self._counted(run, saved())
         try:
@@ -103,7 +107,7 @@ class _Products(TorchDispatchMode):
         self._expected, self._num_read, self._saver, self._left_out = expected, num_read, seen_by, False
 
     def saving(self) -> None:
-        """A tensor is saved."""
+        """A tensor is saved, or Python is told a value."""
         if self._left_out:
             raise Read
         self.num_before = len(self.ops)
@@ -111,6 +115,8 @@ class _Products(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, index = kwargs or {}, len(self.ops)
         self.unseen |= self._saver is not None and saver() != self._saver
+        if tells(func):
+            self.saving()
         if not is_among(func, PRODUCTS):
             return func(*args, **kwargs)
         self.ops.append(func)
