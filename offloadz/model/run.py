@@ -154,13 +154,11 @@ class Run:
     def _by_tokens(self, batch: Batch) -> float:
         if self.loss_head is None:
             raise ConfigError(
-                f"{type(self.model).__name__} has no output layer with a base model below it; use step(batch,"
-                " loss_fn=...)"
+                f"{type(self.model).__name__} has no output layer over a base model; use step(batch, loss_fn=...)"
             )
         if "labels" not in batch:
             raise ConfigError(
-                f"the batch has {', '.join(batch)} and no labels; add labels (-100: no target), or use"
-                " step(batch, loss_fn=...)"
+                f"the batch has {', '.join(batch)} and no labels; add them (-100: none) or use step(batch, loss_fn=...)"
             )
         labels = batch["labels"]
         if labels.dim() != 2:
@@ -337,6 +335,8 @@ class Run:
         """Load a checkpoint made by `save` under any placement; the log says where its batches were cut otherwise."""
         from offloadz.model.state import load_state, tell_cut
 
+        if self._stepping:
+            raise RuntimeError("run.load in a step, whose gradients are of other weights; end it by run.update() first")
         self.flush()
         tell_cut(Path(path), self, load_state(Path(path), self))
 

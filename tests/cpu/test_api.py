@@ -314,6 +314,24 @@ def test_a_checkpoint_of_another_cut_is_told_of(swap: Path, tmp_path: Path, capl
     assert "micro_batch_size = 2 and sweeps = 1 keep them" in caplog.text
 
 
+def test_loading_in_a_step_is_refused(swap: Path, tmp_path: Path) -> None:
+    """Gradients of the weights before would be applied to those that were loaded."""
+    with offloaded(swap) as run:
+        saved = run.save(tmp_path / "saved")
+
+        def loading(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+            run.load(saved)
+            return model(**batch).loss
+
+        with pytest.raises(RuntimeError, match=r"run\.load in a step"):
+            run.step(STEPS[0], loss_fn=loading)
+        run.backward(run.model(**STEPS[0]).loss)
+        with pytest.raises(RuntimeError, match=r"run\.load in a step.*run\.update\(\) first"):
+            run.load(saved)
+        run.update()
+        run.load(saved)
+
+
 def test_saving_in_the_middle_changes_nothing(swap: Path, tmp_path: Path) -> None:
     with offloaded(swap) as run:
         wanted = train(run, STEPS)
