@@ -37,7 +37,10 @@ Overrides = Annotated[
     ),
 ]
 OtherMachine = Annotated[str, typer.Option("--machine", metavar="NAME-or-FILE", help="Another machine than this one.")]
-OfMachine = Annotated[list[str] | None, typer.Option("--set", metavar="key=value", help="Of the machine.")]
+OfMachine = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="key=value", help="A figure of it, such as host_memory=64GiB; repeatable."),
+]
 SwapPaths = Annotated[list[str] | None, typer.Option("--swap", metavar="PATH", help="A swap directory; repeatable.")]
 
 

@@ -74,6 +74,16 @@ class Space:
         tiers = {"host": host} if machine.unified else {"device": device, "host": host}
         return {**tiers, "disk": wishes.disk_free, "checkpoint": wishes.checkpoint_free}
 
+    @property
+    def limit_source(self) -> str:
+        """What bounds host memory: the key that says so, or what was looked up."""
+        return self._told_limit or f"{MEMORY_SHARE:.0%} of {self.machine.host_source}"
+
+    @property
+    def _told_limit(self) -> str:
+        told = (key for key in ("host_memory", "device_memory") if getattr(self.wishes, key) == self.limits["host"])
+        return next((f"offload.{key}" for key in told), "")
+
     def candidate(self, placement: Placement, batch: Batch) -> Candidate:
         """With its bytes."""
         wishes = self.wishes
@@ -103,8 +113,7 @@ class Space:
 
     def _named(self, tier: str) -> str:
         """What a user knows a tier by."""
-        fixed = [key for key in ("host_memory", "device_memory") if getattr(self.wishes, key) == self.limits["host"]]
-        host = f"offload.{fixed[0]}" if fixed else f"host memory ({self.machine.host_source})"
+        host = self.limit_source if self._told_limit else f"host memory ({self.limit_source})"
         device = f"the memory of {self.machine.gpu}"
         return {"host": host, "device": device, "disk": "offload.swap", "checkpoint": "train.output"}[tier]
 

@@ -60,7 +60,7 @@ def plan_command(
     if as_json:
         print(json.dumps(plan.to_json() | {"more": more.to_json()}, indent=2))
     else:
-        _print_plan(asked, plan, list(_missing(config)), more)
+        _print_plan(asked, plan, list(_missing(config, machine_name)), more)
     if not plan.fits:
         print(plan.refusal(), file=sys.stderr)
     return 0 if plan.fits else 3
@@ -110,8 +110,8 @@ def _cut(config: Config, machine_name: str | None) -> Cut | None:
     return None if machine_name else saved_cut(config.train.output, config.train.resume)
 
 
-def _missing(config: Config) -> Iterator[str]:
-    """What a plan does without and a run does not: the tokenizer, and files of records."""
+def _missing(config: Config, machine_name: str | None) -> Iterator[str]:
+    """What a plan does without and a run does not: tokenizer, files of records, here a drive that is mounted."""
     from offloadz.config.sections import ENDINGS
 
     if told := tokenizer_missing(find_directory(config.model.path)):
@@ -120,6 +120,10 @@ def _missing(config: Config) -> Iterator[str]:
         for pattern in patterns:
             if pattern.endswith(ENDINGS) and not glob(os.path.expanduser(pattern)):
                 yield f"data.{key}: {pattern} is no file here; a run needs it"
+    for place in map(Path, () if machine_name else config.offload.swap):
+        if place.is_absolute() and not place.exists():
+            there = next(above for above in place.parents if above.exists())
+            yield f"offload.swap: {place} is not there; a run makes it, on the drive of {there}"
 
 
 def _print_plan(asked: Question, plan: Plan, notes: Sequence[str], more: More) -> None:
@@ -134,7 +138,8 @@ def _print_plan(asked: Question, plan: Plan, notes: Sequence[str], more: More) -
         f"{spec.num_elements / 1e6:,.1f} M parameters ({trained / 1e6:,.1f} M trained), "
         f"in {counted(len(spec.units), 'unit')} that move alone, "
         f"weights {spec.dtype}, compute {plan.placement.compute} on {plan.device}, "
-        f"{counted(plan.batch.rows, 'row')} of {counted(plan.batch.length, 'token')} a step{share.each}"
+        f"{counted(plan.batch.rows, 'row')} of {counted(plan.batch.length, 'token')} a step{share.each}",
+        soft_wrap=True,
     )
     title = f"bytes{share.each}, predicted" + "; checkpoints are one for all" * (share.ranks > 1)
     table = Table("tier", *PHASES, "peak", "may use", box=box.SIMPLE, title=title, title_justify="left")

@@ -44,7 +44,8 @@ def chosen_commit(held: Plan, wishes: Wishes, decide: Callable[[Wishes], Plan]) 
     by = {"hold": held.step_s} | ({"shadow": beside.step_s} if beside.fits else {})
     both = f" ({', '.join(f'{commit} {lasting(step_s)}' for commit, step_s in by.items())} a step)"
     if gain < TIE or _keeps_less(beside, held):
-        why = f"shadow would win {gain:.0%}{both}" if beside.fits else f"no room for shadow: {beside.shortage}"
+        win = f"would win {gain:.0%}" if gain > 0 else "would win nothing"
+        why = f"shadow {win}{both}" if beside.fits else f"no room for shadow: {beside.shortage}"
         return replace(held, reasons=(*held.reasons, f"commit hold: {why}"), by_commit_s=by)
     lines = tuple(_told(held, beside, same))
     if not wishes.clipping:

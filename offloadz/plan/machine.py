@@ -147,7 +147,7 @@ MOST_SOURCE = 160
 def rates_told(rates_source: str) -> str:
     """In words where the rates of a prediction come from; long lists of sources are cut (`rates_source` has all)."""
     if len(rates_source) > MOST_SOURCE:
-        rates_source = rates_source[:MOST_SOURCE].rpartition(" ")[0].rstrip(";,") + " ... (all with --json)"
+        rates_source = rates_source[:MOST_SOURCE].rpartition(" ")[0].rstrip(";,") + " ... (all with plan --json)"
     if rates_source.startswith(UNVERIFIED):
         return f"from {rates_source} rates; nothing was measured on this machine"
     return f"from the rates of {rates_source}; nothing was measured by this command"
@@ -254,7 +254,7 @@ def _machine_limit(root: Path) -> Limit:
     if "MemTotal" not in facts:
         raise ValueError(f"{root / 'proc/meminfo'}: no MemTotal found, needed to know the size of host memory")
     spare = facts.get("MemFree", 0) + facts.get("Buffers", 0) + facts.get("Cached", 0)  # before Linux 3.14
-    return Limit(facts["MemTotal"], facts.get("MemAvailable", spare), "host memory (/proc/meminfo)")
+    return Limit(facts["MemTotal"], facts.get("MemAvailable", spare), "MemAvailable in /proc/meminfo")
 
 
 def _group_limit_v2(directory: Path) -> Limit | None:

@@ -33,12 +33,13 @@ def reasons(
 
     `shortage`: what the placement lacks, which then is the one that lacks least.
     """
+    lacking = "nothing fits, and this lacks least" if shortage else ""
     for kind in KINDS:
         tier = getattr(placement, kind)
         if getattr(wishes, kind) != "auto":
             why = "as configured"
         elif shortage:
-            why = "nothing fits, and this lacks least"
+            why = lacking
         elif tier != (usual := getattr(first.placement, kind)):
             why = f"a step is sooner done than with it {WHERE[usual]}"
         elif tier == "disk" or (tier == "device" and not placement.unified):
@@ -48,7 +49,9 @@ def reasons(
         yield f"{kind} on {tier}: {why}"
     if placement.state_on_disk or placement.ending:
         yield copies_reason(placement, wishes.copies, wishes.keep, wishes.linkable)
-    slots = "as configured" if wishes.slots else "double buffering" if placement.slots > 1 else "two do not fit"
+    slots = (
+        "as configured" if wishes.slots else "double buffering" if placement.slots > 1 else lacking or "two do not fit"
+    )
     yield f"slots {placement.slots}: {slots}"
     usual = first.batch
     if wishes.micro_batch_size:
@@ -56,13 +59,13 @@ def reasons(
     elif batch != usual:
         micro = f"a step is sooner done than with {usual.micro_rows} in {counted(usual.sweeps, 'sweep')}"
     else:
-        micro = f"{batch.tokens_per_micro} tokens keep the computation within its share"
+        micro = f"{counted(batch.tokens_per_micro, 'token')} keep the computation within its share of the memory"
     yield f"micro_batch_size {batch.micro_rows}: {micro}"
     if wishes.sweeps:
         sweeps = wishes.cut_told
     elif batch.sweeps != usual.sweeps:
         sweeps = f"a step is sooner done than with {usual.sweeps}"
     else:
-        sweeps = "weights move twice a step" if batch.sweeps == 1 else "fewer do not fit"
+        sweeps = "weights move twice a step" if batch.sweeps == 1 else lacking or "fewer do not fit"
     yield f"sweeps {batch.sweeps}: {sweeps}"
     yield kept_reason(spec, placement, batch, wishes.recompute)

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from offloadz.plan.errors import ConfigError
+from offloadz.plan.words import counted
 from offloadz.train.batches import Loader, collate, collate_packed, held_out, padding_shares
 from offloadz.train.files import Place
 from offloadz.train.forms import Completion, Dialogue, RecordError
@@ -96,8 +97,8 @@ class Audit:
         inside = f" ({self.num_cut_inside} before the end of an answer)" if self.num_cut_inside else ""
         share = 100 * self.num_target_tokens / max(1, self.num_tokens)
         lines = [
-            f"{self.num_samples} samples from {self.num_records} records in {len(self.files)} file(s)",
-            f"{self.num_tokens} tokens, {self.num_target_tokens} of them trained ({share:.1f} %)",
+            f"{self.num_samples:,} samples from {self.num_records:,} records in {counted(len(self.files), 'file')}",
+            f"{self.num_tokens:,} tokens, {self.num_target_tokens:,} of them trained ({share:.1f} %)",
             f"{self.num_bad} bad records skipped, {self.num_dropped_long} too long and dropped, {self.num_cut} cut"
             f"{inside}, {self.num_no_target} dropped without a trained token",
         ]

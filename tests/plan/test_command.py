@@ -72,6 +72,19 @@ def test_a_plan_that_does_not_fit_ends_with_3_and_says_what_would(config: Path) 
     assert "Traceback" not in done.stderr
 
 
+def test_what_limits_memory_and_a_drive_that_is_not_mounted_are_told(config: Path) -> None:
+    """A swap path that is not there may be a drive that is not mounted: a run would fill the one of its parent."""
+    other = config.parent / "nvme0"
+    done = run(
+        "plan", str(config), f'offload.swap=["{other}"]', "offload.host_memory=1GiB", "--set", "host_memory=2GiB"
+    )
+    assert f"note: offload.swap: {other} is not there; a run makes it, on the drive of {config.parent}" in done.stdout
+    assert "host memory is limited by: offload.host_memory\n" in done.stdout, done.stdout
+    done = run("plan", str(config), "--set", "host_memory=2GiB")
+    assert "host memory is limited by: 90% of --set host_memory=2GiB\n" in done.stdout
+    assert "is not there" not in done.stdout and max(map(len, done.stdout.splitlines()[:1])) > 100, "one line"
+
+
 def test_json_counts_the_parameters_bytes(config: Path) -> None:
     done = run("plan", str(config), "--set", "host_memory=2GiB", "--set", "disk_free=900GiB", "--json")
     assert done.returncode == 0, done.stderr

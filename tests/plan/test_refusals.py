@@ -33,12 +33,16 @@ def test_another_drive_is_named_where_the_drive_is_what_lacks() -> None:
 def test_each_tier_that_lacks_room_is_named() -> None:
     asked = replace(WISHES, swap=False, disk_free=None, checkpoint_free=GIB, keep=1)
     found = decide(SPEC, box(GIB), asked).refusal()
-    assert re.search(r"host memory \(a test\) has 921\.6MiB .*; train\.output has 1\.0GiB to use and save needs", found)
+    words = r"host memory \(90% of a test\) has 921\.6MiB .*; train\.output has 1\.0GiB to use and save needs"
+    assert re.search(words, found)
 
 
 def test_nothing_has_room_where_nothing_fits() -> None:
     lines = decide(SPEC, box(100 << 20), replace(WISHES, swap=False, disk_free=None, keep=1)).reasons
     assert "parameters on host: nothing fits, and this lacks least" in lines and "has room" not in "".join(lines)
+    told = replace(WISHES, disk_free=1 << 20, checkpoint_free=1 << 20, activations="disk", **DISK)  # type: ignore[arg-type]
+    lines = decide(SPEC, box(400 << 20), told).reasons
+    assert "slots 1: nothing fits, and this lacks least" in lines and "two do not fit" not in "".join(lines)
 
 
 def test_the_memory_of_a_card_that_is_asked_for_is_enough() -> None:
