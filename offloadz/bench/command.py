@@ -69,7 +69,6 @@ def bench(swap: Sequence[str], sizes: Sizes, told_device: Any = "auto") -> tuple
         _take(figures, table, key, unit, measured(rate, sizes.rounds, sizes.figure_s), begin)
     ways, extents = [], []
     for path in paths:
-        print(f"        {path}")
         most_s = sizes.drives_s / len(paths)
         with drives.swap_path(path, fitted(sizes, drives.pace(path, sizes), most_s)) as place:
             for kind, found in place.figures(most_s):
@@ -136,9 +135,9 @@ def _take(figures: Figures, table: str, key: str, unit: str, found: Measured, be
     """Keep a figure and say it."""
     figures.add(table, key, found)
     value, prefix = (found.value / 1e9, "G") if found.value < 1e12 else (found.value / 1e12, "T")
-    name = f"{table}.{key}" if not table.startswith("/") else key
+    name = f"{table}.{key}" if not table.startswith("/") else f"{table} {key}"
     apart = f"{found.num_rounds} rounds {found.spread:.0%} apart"
-    print(f"{time.perf_counter() - begin:4.0f} s  {name:<28} {value:8.3g} {prefix}{unit}, {apart}", flush=True)
+    print(f"{time.perf_counter() - begin:4.0f} s  {value:8.3g} {prefix + unit:<13}  {name} ({apart})", flush=True)
 
 
 def _say_before(busy: float, load: float, paths: Sequence[Path]) -> None:
