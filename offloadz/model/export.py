@@ -30,6 +30,7 @@ from offloadz.model.vocabulary import write_tokenizer
 from offloadz.model.weights import Names, declare_untied, names_of
 from offloadz.plan.errors import ConfigError, DamagedState
 from offloadz.plan.spec import Unit
+from offloadz.plan.words import human
 from offloadz.runtime import native
 from offloadz.runtime.ranks import Solo
 
@@ -113,7 +114,7 @@ def export_command(checkpoint: str | Path, out: str | Path, dtype: str) -> int:
     replaced = " (in place of an earlier export)" if Path(out).is_dir() and any(Path(out).iterdir()) else ""
     done = export(Path(checkpoint), out, dtype)
     size = sum(path.stat().st_size for path in done.iterdir())
-    print(f"{done}: {size / 1e9:.3f} GB in {dtype}, read back and compared{replaced}")
+    print(f"{done}: {human(size)} in {dtype}, read back and compared{replaced}")
     return 0
 
 
