@@ -88,8 +88,6 @@ class Run:
     _began_s: float = 0.0
     _before: dict[str, float] = field(default_factory=dict)
     _closed: bool = False
-    _stepping: bool = False
-    """Whether a step has had a backward pass and no decision yet."""
 
     def __post_init__(self) -> None:
         self._mark()
@@ -103,7 +101,7 @@ class Run:
         mean negative log-probability over all targets of the batch.  `loss_fn(model, batch)` replaces it; it must
         return a scalar tensor.  Raises before anything is updated; weights are then as before the step.
         """
-        if self._stepping and self.session.owner is None:
+        if self.stage.stepping and self.session.owner is None:
             raise RuntimeError("run.step after run.backward would lose those gradients; call run.update() first")
         with self._working():
             require_apart(self.stage, self.loss_head.base if self.loss_head else self.model, batch)
@@ -128,7 +126,7 @@ class Run:
 
     def update(self) -> None:
         """Clip and update with the gradients of the backward passes since the last update."""
-        if not self._stepping:
+        if not self.stage.stepping:
             raise RuntimeError(
                 "run.update() without a backward pass before it; call run.backward(loss), or run.step(batch)"
             )
@@ -210,8 +208,8 @@ class Run:
 
     def _open_step(self) -> None:
         """The report of a step begins with its first backward pass."""
-        if not self._stepping:
-            self._stepping = True
+        if not self.stage.stepping:
+            self.stage.stepping = True
             self.session.step += 1
             self.report = StepReport(self.session.step, loss=0.0)
 
@@ -252,7 +250,7 @@ class Run:
         for name in due:
             session.steps[name] = session.steps.get(name, 0) + 1
         session.commit(units, due, self._arrivals.decide(due))
-        self._stepping = False
+        self.stage.stepping = False
 
     def _scatter(self, seat: int, op: Op) -> None:
         table = self.seats[seat]
@@ -275,8 +273,8 @@ class Run:
         self._arrivals.tear("an error came before its end")
         end_alike(self, error)
         self._arrivals.forget()
-        if self._stepping:
-            self._stepping = False
+        if self.stage.stepping:
+            self.stage.stepping = False
             self.session.step -= 1
         with suppress(Exception):  # the error under way is the one to see; this one comes again at the next call
             self.session.abandon()
@@ -335,7 +333,7 @@ class Run:
         """Load a checkpoint made by `save` under any placement; the log says where its batches were cut otherwise."""
         from offloadz.model.state import load_state, tell_cut
 
-        if self._stepping:
+        if self.stage.stepping:
             raise RuntimeError("run.load in a step, whose gradients are of other weights; end it by run.update() first")
         self.flush()
         tell_cut(Path(path), self, load_state(Path(path), self))

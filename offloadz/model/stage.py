@@ -93,6 +93,8 @@ class Stage:
     still: dict[str, nn.Parameter] = field(default_factory=dict)
     """Parameters that were frozen when the run began: they have no gradient, no state, and no way back."""
     hooks: list[Any] = field(default_factory=list)
+    stepping: bool = False
+    """Whether a step has had a backward pass and no decision yet."""
     run: Any = None
     """The run all this belongs to, so that it lives as long as the model it stands in for."""
 
@@ -193,11 +195,15 @@ class Stage:
 
     @contextmanager
     def seeded(self, call: int, micro: int) -> Iterator[None]:
-        """Random numbers that depend on (seed, step, call, micro-batch) alone: a recompute draws the same dropout."""
+        """Random numbers that depend on (seed, step, call, micro-batch) alone: a recompute draws the same dropout.
+
+        A forward before the first backward pass of a step belongs to the step that this pass begins.
+        """
+        step = self.session.step + (not self.stepping)
         with self.undrawn():
             # torch.manual_seed formats a stack trace per absent accelerator at every call: a fifth of a small step.
             for generator in self.device.generators():
-                generator.manual_seed(_mixed(self.seed, self.session.step, call, micro))
+                generator.manual_seed(_mixed(self.seed, step, call, micro))
             yield
 
     @contextmanager

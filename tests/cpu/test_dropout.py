@@ -83,3 +83,26 @@ def test_masks_differ_from_step_to_step_and_without_dropout(swap: Path) -> None:
         run.model.eval()
         losses += [float(run.step(batch)) for _ in range(2)]
     assert len(set(losses)) == 4 and losses[3] == losses[4]
+
+
+@pytest.mark.parametrize("recompute", ["all", "cheap"])
+def test_several_backward_passes_have_the_masks_of_their_forwards(recompute: str, swap: Path) -> None:
+    """The forward of the first one runs before anybody knows that a step begins."""
+
+    def passes(recompute: str) -> Outcome:
+        out = Outcome()
+        with offloadz.offload(dropping(), offloadz.AdamW(lr=1e-3), swap=swap, seed=SEED, recompute=recompute) as run:
+            run.step(STEPS[0])
+            for _ in range(2):
+                for batch in STEPS[1:]:
+                    loss = run.model(**batch).loss
+                    out.losses.append(float(loss.detach()))
+                    run.backward(loss)
+                run.update()
+                out.norms.append(run.report.grad_norm)
+            out.weights = train(run, []).weights
+        return out
+
+    wanted = passes("none")
+    assert_same_bits(passes(recompute), wanted)
+    assert len(set(wanted.losses)) == len(wanted.losses)
