@@ -41,8 +41,8 @@ SHAPES = {
 """Hidden and inner size, blocks, heads, words of a Llama."""
 
 RAM: dict[str, Any] = {}
-STATE = {"optimizer": "disk"}
-KEPT = {"optimizer": "disk", "gradients": "disk"}
+STATE = {"optimizer": "disk", "commit": "hold"}
+KEPT = {"optimizer": "disk", "gradients": "disk", "commit": "hold"}
 ALL = {"parameters": "disk", "gradients": "disk", "optimizer": "disk", "activations": "disk"}
 CONFIGURATIONS: dict[str, tuple[str, int, int, dict[str, Any]]] = {
     "110m-ram": ("110m", 2, 512, RAM),
@@ -56,7 +56,9 @@ CONFIGURATIONS: dict[str, tuple[str, int, int, dict[str, Any]]] = {
     "real-ram": ("real", 1, 512, RAM),
     "real-disk": ("real", 2, 256, KEPT),
 }
-"""Shape, rows, tokens a row, and what is placed where (`micro`: rows of a micro-batch)."""
+"""Shape, rows, tokens a row, and what is placed where (`micro`: rows of a micro-batch).  *hold* is named where weights
+are in memory and state on disk: a run that may go over to *shadow* has the second home of its weights planned from the
+beginning, and touches it only then, many steps after the last one here."""
 
 
 def main() -> None:
