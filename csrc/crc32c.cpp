@@ -123,8 +123,13 @@ uint32_t folded(uint32_t crc, const void *rest) {
   return by_instruction(crc, at, count);
 }
 
-__attribute__((target("avx512f,avx512vl,vpclmulqdq"))) uint32_t by_folding_512(uint32_t crc, const unsigned char *&at,
-                                                                               size_t &count) {
+} // namespace
+
+// Guarded rooms, as those of the kernels: what stands here runs only where the processor has it.
+namespace avx512 {
+namespace {
+__attribute__((target("avx512f,avx512vl,vpclmulqdq"))) uint32_t by_folding(uint32_t crc, const unsigned char *&at,
+                                                                           size_t &count) {
   constexpr size_t width = 64, many = kFold / width;
   const int64_t one = int64_t(tables.fold[0]), other = int64_t(tables.fold[1]);
   const __m512i factors = _mm512_set_epi64(other, one, other, one, other, one, other, one);
@@ -140,9 +145,12 @@ __attribute__((target("avx512f,avx512vl,vpclmulqdq"))) uint32_t by_folding_512(u
     }
   return folded(0, sum);
 }
+} // namespace
+} // namespace avx512
 
-__attribute__((target("avx2,vpclmulqdq"))) uint32_t by_folding_256(uint32_t crc, const unsigned char *&at,
-                                                                   size_t &count) {
+namespace avx2 {
+namespace {
+__attribute__((target("avx2,vpclmulqdq"))) uint32_t by_folding(uint32_t crc, const unsigned char *&at, size_t &count) {
   constexpr size_t width = 32, many = kFold / width;
   const __m256i factors = _mm256_broadcastsi128_si256(_mm_set_epi64x(int64_t(tables.fold[1]), int64_t(tables.fold[0])));
   __m256i sum[many];
@@ -158,6 +166,10 @@ __attribute__((target("avx2,vpclmulqdq"))) uint32_t by_folding_256(uint32_t crc,
     }
   return folded(0, sum);
 }
+} // namespace
+} // namespace avx2
+
+namespace {
 
 using Folding = uint32_t (*)(uint32_t, const unsigned char *&, size_t &);
 
@@ -165,7 +177,7 @@ using Folding = uint32_t (*)(uint32_t, const unsigned char *&, size_t &);
 Folding folding() {
   static const bool able = __builtin_cpu_supports("vpclmulqdq");
   if (!able || &kernels() == &kernels_baseline) return nullptr;
-  return &kernels() == &kernels_avx512 ? by_folding_512 : by_folding_256;
+  return &kernels() == &kernels_avx512 ? avx512::by_folding : avx2::by_folding;
 }
 #endif
 
