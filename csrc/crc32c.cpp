@@ -117,10 +117,10 @@ __attribute__((target("sse4.2"))) uint32_t by_instruction(uint32_t crc, const un
 
 // Folds as many whole kFold bytes as there are; moves `at` and `count` on.  What is left of them are kFold bytes with
 // the same remainder, and the instruction sums those.
-uint32_t folded(uint32_t crc, const void *rest) {
+uint32_t folded(const void *rest) {
   size_t count = kFold;
   const unsigned char *at = static_cast<const unsigned char *>(rest);
-  return by_instruction(crc, at, count);
+  return by_instruction(0, at, count);
 }
 
 } // namespace
@@ -143,7 +143,7 @@ __attribute__((target("avx512f,avx512vl,vpclmulqdq"))) uint32_t by_folding(uint3
       __m512i second = _mm512_clmulepi64_epi128(sum[i], factors, 0x11);
       sum[i] = _mm512_ternarylogic_epi64(first, second, _mm512_loadu_si512(at + width * i), 0x96); // xor of three
     }
-  return folded(0, sum);
+  return folded(sum);
 }
 } // namespace
 } // namespace avx512
@@ -164,7 +164,7 @@ __attribute__((target("avx2,vpclmulqdq"))) uint32_t by_folding(uint32_t crc, con
       __m256i next = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(at + width * i));
       sum[i] = _mm256_xor_si256(_mm256_xor_si256(first, second), next);
     }
-  return folded(0, sum);
+  return folded(sum);
 }
 } // namespace
 } // namespace avx2

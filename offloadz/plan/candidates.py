@@ -183,21 +183,14 @@ class Space:
     def keeping(self, chosen: Candidate) -> Candidate:
         """The same with as many kept graphs as fit; where every block recomputes, with those behind the blocks, if they
         take no memory that a block would not need after them."""
-        if not may_keep(chosen.placement, self.wishes.recompute):
-            return self._keeping_behind(chosen)
-        return self._leaving(chosen, len(self.spec.unfolding_seats), 0)
-
-    def _keeping_behind(self, chosen: Candidate) -> Candidate:
+        if may_keep(chosen.placement, self.wishes.recompute):
+            return self._leaving(chosen, len(self.spec.unfolding_seats), 0, self._fits)
         least = chosen.footprint.bytes
 
-        def keeping(count: int) -> Candidate:
-            return self.candidate(replace(chosen.placement, kept=count), chosen.batch)
+        def is_free(found: Candidate) -> bool:
+            return all(found.footprint.bytes[tier]["step"] <= least[tier]["step"] for tier in least)
 
-        def free(count: int) -> bool:
-            step = keeping(count).footprint.bytes
-            return all(step[tier]["step"] <= least[tier]["step"] for tier in least)
-
-        return keeping(most(self._num_behind, free)) if self._num_behind else chosen
+        return self._leaving(chosen, self._num_behind, 0, is_free) if self._num_behind else chosen
 
     @cached_property
     def _num_behind(self) -> int:
@@ -219,7 +212,7 @@ class Space:
             return products_bytes(self.spec, replace(place, cheap=cheap), batch) <= room
 
         cheap = most(self.num_able, fits)
-        return self._leaving(held, held.placement.kept, cheap) if cheap and not self.lacking(one.footprint) else None
+        return self._leaving(held, held.placement.kept, cheap, self._fits) if cheap and self._fits(one) else None
 
     @cached_property
     def num_able(self) -> int:
@@ -241,15 +234,18 @@ class Space:
         room, able = (self.limits[tier] or 0) - same.footprint.bytes[tier]["load"], self.num_able
         return min(able, able * max(0, room) // max(1, nbytes))
 
-    def _leaving(self, chosen: Candidate, kept: int, cheap: int) -> Candidate:
-        """The same with results of products of `cheap` blocks, and before that with as many graphs as fit, `kept` at
-        most."""
+    def _fits(self, found: Candidate) -> bool:
+        return not self.lacking(found.footprint)
+
+    def _leaving(self, chosen: Candidate, kept: int, cheap: int, fits: Callable[[Candidate], bool]) -> Candidate:
+        """The same with results of products of `cheap` blocks, and before that with as many graphs as it `fits` with,
+        `kept` at most."""
 
         def leaving(graphs: int) -> Candidate:
             some = len(product_seats(self.spec, cheap, graphs))
             return self.candidate(replace(chosen.placement, kept=graphs, cheap=some), chosen.batch)
 
-        return leaving(most(kept, lambda graphs: not self.lacking(leaving(graphs).footprint)))
+        return leaving(most(kept, lambda graphs: fits(leaving(graphs))))
 
     @cached_property
     def in_memory(self) -> Placement:
