@@ -128,6 +128,7 @@ def ours(**wishes: Any) -> Arm:
 def deepspeed(path: Path) -> Step:
     """ZeRO stage 3 with parameters and optimizer state on a drive, in its fastest settings for this size."""
     import deepspeed as peer
+    import torch._dynamo.polyfills.loader  # noqa: F401  it compares signatures, so not inside `zero.Init`
 
     on_drive = {"device": "nvme", "nvme_path": str(path), "pin_memory": True}
     zero = {
