@@ -1,10 +1,10 @@
 """The host pool: one anonymous mapping, exactly as large as the plan says, cut into named buffers.
 
 Left to others: what the buffers mean, and when.  The mapping lies on huge pages (contiguity decides the speed of direct
-I/O: 3.2 against 1.5 GB/s), is not inherited by forks and is locked where that is asked for and allowed.  The trade-off:
-buffers are never given back one by one.  A pool is laid out before the first step and closed after the last, so there
-is no fragmentation to think about and every byte has a name in `ledger`; a buffer of 2 MiB or more starts on a 2 MiB
-border, and the gap before it (under 2 MiB) is used by later small buffers.
+I/O: 3.2 against 1.5 GB/s) and is not inherited by forks; a device with memory of its own page-locks it itself.  The
+trade-off: buffers are never given back one by one.  A pool is laid out before the first step and closed after the last,
+so there is no fragmentation to think about and every byte has a name in `ledger`; a buffer of 2 MiB or more starts on a
+2 MiB border, and the gap before it (under 2 MiB) is used by later small buffers.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import gc
 import logging
 import mmap
 import os
-import resource
 import weakref
 from collections.abc import Iterable
 
@@ -26,9 +25,6 @@ from offloadz.plan.errors import DoesNotFit
 from offloadz.plan.spec import aligned
 
 log = logging.getLogger("offloadz")
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_MLOCK_ONFAULT = 1  # lock a page when it is first touched: a pool that is not yet used costs no memory
 
 
 def _place(gaps: list[tuple[int, int]], nbytes: int) -> int | None:
@@ -81,40 +77,17 @@ def anonymous(nbytes: int) -> tuple[mmap.mmap, int]:
 class HostPool:
     """`capacity_bytes` of host memory (rounded up to 4096), handed out once by name.
 
-    `lock=True` asks the system to keep the pages in RAM; a refusal is one warning with numbers and `locked_bytes`
-    stays 0.  Pages nobody has written cost no memory.  `ledger` maps each name to the bytes it took.
+    Pages nobody has written cost no memory.  `ledger` maps each name to the bytes it took.
     """
 
-    def __init__(self, capacity_bytes: int, lock: bool = False) -> None:
+    def __init__(self, capacity_bytes: int) -> None:
         if capacity_bytes < 0:
             raise ValueError(f"host pool: capacity_bytes is {capacity_bytes}, needs 0 or more")
         self.capacity_bytes = aligned(capacity_bytes)
-        self.locked_bytes = 0
         self.ledger: dict[str, int] = {}
         self._gaps = [(0, self.capacity_bytes)] if self.capacity_bytes else []
         self._area: mmap.mmap | None
         self._area, self._start = anonymous(self.capacity_bytes)
-        if lock and self.capacity_bytes:
-            self._lock_pages()
-
-    def _lock_pages(self) -> None:
-        assert self._area is not None
-        pin = ctypes.c_char.from_buffer(self._area, self._start)
-        address = ctypes.c_void_p(ctypes.addressof(pin))
-        del pin
-        if _libc.mlock2(address, ctypes.c_size_t(self.capacity_bytes), _MLOCK_ONFAULT) == 0:
-            self.locked_bytes = self.capacity_bytes
-            return
-        reason = os.strerror(ctypes.get_errno())
-        limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-        allowed = "no limit" if limit == resource.RLIM_INFINITY else f"{limit} bytes"
-        log.warning(
-            "host memory (not GPU memory): locking %d bytes was refused (%s; RLIMIT_MEMLOCK allows %s, see ulimit -l);"
-            " 0 bytes are locked, the run goes on with pageable memory and the same results",
-            self.capacity_bytes,
-            reason,
-            allowed,
-        )
 
     def take(self, name: str, nbytes: int) -> torch.Tensor:
         """A uint8 tensor of `nbytes`, its address a multiple of 4096 (of 2 MiB from 2 MiB on).
@@ -164,7 +137,7 @@ class HostPool:
         if self._area is None:
             return
         area = weakref.ref(self._area)
-        self._area, self._gaps, self.locked_bytes = None, [], 0
+        self._area, self._gaps = None, []
         if area() is not None:
             gc.collect()  # an exception's traceback often holds the last view
         if area() is not None:

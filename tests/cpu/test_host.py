@@ -1,12 +1,8 @@
-"""The host pool: exact size, alignment, names, locking and giving the memory back."""
+"""The host pool: exact size, alignment, names and giving the memory back."""
 
 from __future__ import annotations
 
-import json
 import logging
-import os
-import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -124,31 +120,3 @@ def test_the_mapping_asks_for_huge_pages_and_is_not_forked() -> None:
     assert " dc" in flags
     if Path("/sys/kernel/mm/transparent_hugepage").exists():
         assert " hg" in flags
-
-
-_LOCKING = """
-import json, logging, os, resource, sys
-import torch
-from offloadz.memory.host import HostPool
-lines = []
-class Keep(logging.Handler):
-    def emit(self, record): lines.append(record.getMessage())
-logging.getLogger("offloadz").addHandler(Keep())
-resource.setrlimit(resource.RLIMIT_MEMLOCK, (64 << 10, 64 << 10))
-if os.geteuid() == 0:
-    os.setuid(65534)
-small, large = HostPool(32 << 10, lock=True), HostPool(8 << 20, lock=True)
-t = large.take("b", 8 << 20).fill_(2)
-status = [l.split()[1] for l in open("/proc/self/status") if l.startswith("VmLck")]
-print(json.dumps([small.locked_bytes, large.locked_bytes, int(t.sum()), lines, int(status[0])]))
-"""
-
-
-def test_locking_is_tried_and_its_refusal_is_one_warning_with_numbers() -> None:
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
-    answer = subprocess.run([sys.executable, "-c", _LOCKING], env=env, capture_output=True, text=True, timeout=60)
-    assert answer.returncode == 0, answer.stderr
-    small, large, total, lines, locked_kib = json.loads(answer.stdout)
-    assert (small, large, total) == (32 << 10, 0, 16 << 20) and locked_kib == 32
-    (line,) = lines
-    assert str(8 << 20) in line and str(64 << 10) in line and "not GPU memory" in line
