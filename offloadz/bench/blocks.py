@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from offloadz.bench.compute import Rate
 from offloadz.bench.rounds import seconds
-from offloadz.memory.heap import map_large_blocks
 from offloadz.runtime import native
 from offloadz.runtime.devices import Cpu, Device
 
@@ -58,8 +57,7 @@ def blocks(
 ) -> Rate:
     """Flop/s of a block over `tokens` tokens in `dtype`, counted as a plan counts them, on a `device` or the host."""
     on = device or Cpu()
-    map_large_blocks()
-    native.fill_holes()  # as a run has its memory
+    native.shape_heap()
     block = Block(hidden, inner, on.torch, dtype)
     states = torch.randn(1, tokens, hidden).to(on.torch, dtype)
     elements = sum(weight.numel() for weight in block.parameters()) + 2 * tokens * hidden

@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from offloadz.memory.flat import spans
-from offloadz.memory.heap import map_large_blocks
 from offloadz.model.asked import check_arguments, check_commit, check_kinds, most_bytes, stored_dtype
 from offloadz.model.blocks import BlockSeat
 from offloadz.model.body import Body
@@ -231,8 +230,7 @@ def _known(model: nn.Module) -> dict[str, Any]:
 
 def _furnish(spec: ModelSpec, plan: Plan, drives: Drives, device: Device, ranks: Solo) -> Room:
     """The room of a plan, its buffers made and its extents reserved or taken over."""
-    map_large_blocks()
-    native.fill_holes()
+    native.shape_heap()
     check_io(drives.io)
     if reason := ranks.meet(device.torch):
         log.warning("tensors cross between ranks through the host, which is slower, to the same bits: %s", reason)

@@ -12,6 +12,7 @@ The native code checks nothing and never ends the process.
 import torch
 from torch import Tensor
 
+from offloadz.memory.heap import map_large_blocks
 from offloadz.memory.tier import NEVER_WRITTEN as NEVER_WRITTEN
 from offloadz.runtime.checks import check_apart, check_tensor
 from offloadz.runtime.library import ISA_LEVELS as ISA_LEVELS
@@ -114,9 +115,11 @@ def fill_nan_(x: Tensor) -> None:
     load_library().oz_fill(check_tensor("x", x, _all_dtypes(x)), 0xFF, x.nbytes)
 
 
-def fill_holes() -> bool:
-    """From now on torch's blocks in host memory go where one of their size was before (`csrc/heap.cpp`); for the whole
-    process, and whether it could be had."""
+def shape_heap() -> bool:
+    """The C allocator as a run has it, from now on and for the whole process: large blocks are mapped
+    (`memory/heap.py`), and torch's go where one of their size was before (`csrc/heap.cpp`); whether the latter could
+    be had."""
+    map_large_blocks()
     return bool(load_library().oz_fill_holes())
 
 

@@ -56,8 +56,7 @@ AGAIN = """
 import torch
 from offloadz.memory.heap import map_large_blocks
 from offloadz.runtime import native
-map_large_blocks()
-print(native.fill_holes() if sys.argv[1] == "filled" else True)
+print(native.shape_heap() if sys.argv[1] == "filled" else map_large_blocks())
 small = []
 def step():
     large = []
