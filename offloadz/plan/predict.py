@@ -260,7 +260,8 @@ def predict(
 
 def simulated(program: Program, costs: Costs) -> tuple[Mapping[str, SharedLane], dict[str, float], float]:
     """The lanes after a walk over a program, the least seconds of what they share, and those of the step."""
-    box, shared = SharedLanes({op.lane for op in program.ops}, costs, Sharing(costs).speeds), shared_s(program, costs)
+    lanes = dict.fromkeys(op.lane for op in program.ops)  # in one order always: sums of seconds depend on it
+    box, shared = SharedLanes(lanes, costs, Sharing(costs).speeds), shared_s(program, costs)
     simulate(program, box.by_name)
     box.settle()
     last_s = max((end for lane in box.by_name.values() for *_, end in lane.spans), default=0.0)

@@ -204,3 +204,9 @@ def test_updates_run_under_the_forward_before_their_own_also_with_inputs_on_disk
     kept = next(i for i, op in enumerate(program.ops) if op.verb == "store.x" and op.unit == 1)
     computed = next(i for i, op in enumerate(program.ops) if op.verb == "forward" and op.unit == 1)
     assert max(stores) < computed < kept
+
+
+def test_lanes_stand_in_the_order_of_the_program() -> None:
+    """Not in that of a set, which is another one in each process, and with it sums of seconds, and plans."""
+    found = predict(model(4), Placement("disk", "disk", "disk", "disk", storage="bfloat16"), Batch(2, 64, 1), BOX)
+    assert list(found.lanes) == list(dict.fromkeys(op.lane for op in found.program.ops))
