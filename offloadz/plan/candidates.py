@@ -46,6 +46,9 @@ WORKING_SHARE = 0.25
 MOST_MICROS = 64
 """Micro-batches of a step beyond which no other cut is looked at."""
 
+MEMORY_COST = 32
+"""Bytes of a drive that cost as much as one of memory, about: what lacks least is what is had for least."""
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -96,14 +99,15 @@ class Space:
         return Candidate(placement, batch, found)
 
     def lacking(self, found: Footprint) -> list[tuple[int, str]]:
-        """(bytes too many, the tier in words with what it has and what is needed), empty where everything fits."""
+        """(bytes too many as they cost, the tier in words with what it has and needs), empty where everything fits."""
         limits, wishes = self.limits, self.wishes
         lacking = []
         for tier, limit in limits.items():
             if limit is not None and found.peak[tier] > limit:
                 phase = max(found.bytes[tier], key=lambda p: found.bytes[tier][p])
                 text = f"{self._named(tier)} has {human(limit)} to use and {phase} needs "
-                lacking.append((found.peak[tier] - limit, text + human(found.peak[tier], up=True)))
+                cost = MEMORY_COST if tier in ("host", "device") else 1
+                lacking.append((cost * (found.peak[tier] - limit), text + human(found.peak[tier], up=True)))
         shared_bytes = found.peak["checkpoint"] // self.spec.share.ranks  # one for all
         both, room = found.peak["disk"] + shared_bytes, wishes.disk_free
         if wishes.same_drive and room is not None and both > room:
@@ -125,7 +129,7 @@ class Space:
                 lacking = self.lacking(candidate.footprint)
                 if not lacking:
                     return candidate, ""
-                excess = sum(nbytes for nbytes, _ in lacking)
+                excess = sum(cost for cost, _ in lacking)
                 if closest is None or excess < closest[0]:
                     closest = (excess, "; ".join(text for _, text in lacking), candidate)
                 if candidate.footprint.peak["host"] > (self.limits["host"] or 0):

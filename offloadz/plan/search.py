@@ -37,10 +37,10 @@ def decide(spec: ModelSpec, machine: Machine, wishes: Wishes) -> Plan:
     if plan.fits:
         return chosen_commit(plan, wishes, lambda wishes: _planned(Space(spec, machine, wishes)))
 
-    def fits(spec: ModelSpec, wishes: Wishes) -> bool:
-        return not Space(spec, machine, wishes).first()[1]
+    def first(asked: Asked) -> tuple[Candidate, str]:
+        return Space(asked.spec, machine, asked.wishes).first()
 
-    change = smallest_change(Asked(spec, wishes), plan.peak, fits)
+    change = smallest_change(Asked(spec, wishes), plan.peak, first)
     told = {"host": wishes.host_memory, "device": wishes.device_memory}
     shares = {tier: MEMORY_SHARE if limit is None else 1.0 for tier, limit in told.items()}
     return replace(plan, smallest_change=change or needed(plan.peak, shares, spec.share.ranks))

@@ -54,3 +54,25 @@ def test_the_memory_of_a_card_that_is_asked_for_is_enough() -> None:
 
     found = re.search(r"([\d.]+)([MG])iB of GPU memory", card(GIB // 4).smallest_change)
     assert found and card(int(float(found[1]) * {"M": 1 << 20, "G": GIB}[found[2]])).fits
+
+
+SHORT = replace(WISHES, checkpoint_free=1 << 40, disk_free=1 << 20, max_length=64, keep=1)
+
+
+def test_what_is_short_is_what_costs_less() -> None:
+    """A fifth of the memory lacks, or all the room on the drive, which is more bytes and less money."""
+    plan = decide(SPEC, box(3 * GIB), SHORT)
+    lacking = decide(SPEC, box(1 << 40), SHORT).peak["host"] - (plan.limits["host"] or 0)
+    assert 0 < lacking < plan.peak["disk"] - (1 << 20), "the drive lacks more bytes"
+    assert not plan.fits and "offload.swap has" in plan.shortage and "host memory" not in plan.shortage
+
+
+def test_settings_are_changed_before_anything_is_bought() -> None:
+    """Two of them too, and a limit that was set, where what lacks least lacks a drive."""
+    asked = replace(SHORT, host_memory=2 * GIB, slots=4)
+    plan = decide(SPEC, box(8 * GIB), asked)
+    assert plan.smallest_change.startswith("offload.host_memory = ") and "offload.swap" in plan.shortage
+    asked = replace(SHORT, slots=4)
+    assert decide(SPEC, box(2200 << 20), replace(asked, disk_free=1 << 40)).fits, "a drive would do alone"
+    told = 'offload.slots = 1 and optimizer.state = "int8-sr"'
+    assert decide(SPEC, box(2200 << 20), asked).smallest_change == told
