@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from offloadz.config import load_config
 from offloadz.plan.errors import ConfigError
-from offloadz.plan.words import lasting
+from offloadz.plan.words import human, lasting
 
 GOOD, NOTE, BAD = "good", "note", "BAD"
 
@@ -84,10 +84,10 @@ def _memory() -> Iterator[Finding]:
     from offloadz.plan.machine import host_limit
 
     limit = host_limit()
-    text = f"{_size(limit.available_bytes)} of {_size(limit.total_bytes)} may be used, by {limit.source}"
+    text = f"{human(limit.available_bytes)} of {human(limit.total_bytes)} may be used, by {limit.source}"
     yield Finding(GOOD, "host memory", text)
     lockable_bytes = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    text = "unlimited" if lockable_bytes == resource.RLIM_INFINITY else _size(lockable_bytes)
+    text = "unlimited" if lockable_bytes == resource.RLIM_INFINITY else human(lockable_bytes)
     yield Finding(GOOD, "lock limit", f"{text} (RLIMIT_MEMLOCK); what cannot be locked is used unlocked")
 
 
@@ -102,7 +102,7 @@ def _gpus() -> Iterator[Finding]:
         return
     for number in range(torch.accelerator.device_count()):
         facts = facts_of(torch.device(here.type, number))
-        text = f"{facts.gpu}, {_size(facts.free_bytes)} of {_size(facts.total_bytes)} free"
+        text = f"{facts.gpu}, {human(facts.free_bytes)} of {human(facts.total_bytes)} free"
         text += "" if facts.bfloat16 else "; it emulates bfloat16, so blocks are widened to float32 on it"
         yield Finding(GOOD, f"GPU {number}", f'{text}; a run computes there with offload.device = "{facts.name}"')
 
@@ -120,7 +120,7 @@ def _swap_path(path: Path, io: str) -> Iterator[Finding]:
     moved_by = _moved_by(place, probe.direct, io)
     how = "direct I/O works" if probe.direct else "direct I/O is refused"
     where = "" if place == path.absolute() else f" (it does not exist yet; {place} was tried)"
-    text = f"I/O by {moved_by}, {how}, {_size(disk_free(place))} free{where}"
+    text = f"I/O by {moved_by}, {how}, {human(disk_free(place))} free{where}"
     yield Finding(GOOD, name, text)
     for line in probe.lines(path):
         yield Finding(NOTE, name, line.removeprefix(name).lstrip(": "))
@@ -147,7 +147,7 @@ def _leftovers(path: Path, clean: bool) -> int:
     for leftover in found:
         age = f"process {leftover.pid}, {lasting(leftover.age_s)} ago"
         print(
-            f"{NOTE:5} left by a dead run: {leftover.path}, {_size(leftover.size_bytes)}, of {leftover.owner} ({age})"
+            f"{NOTE:5} left by a dead run: {leftover.path}, {human(leftover.size_bytes)}, of {leftover.owner} ({age})"
         )
         print(f"      {_state_told(leftover.path, Path(leftover.owner))}")
         if not clean:
@@ -183,10 +183,3 @@ def _yes(question: str) -> bool:
     except EOFError:  # nobody there to ask
         print()
         return False
-
-
-def _size(num_bytes: int) -> str:
-    for unit, factor in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20)):
-        if num_bytes >= factor:
-            return f"{num_bytes / factor:.1f} {unit}"
-    return f"{num_bytes} bytes"

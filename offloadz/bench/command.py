@@ -126,8 +126,8 @@ def _enough_memory(sizes: Sizes) -> None:
     limit = host_limit()
     if limit.available_bytes < needed:
         raise ConfigError(
-            f"host memory ({limit.source}) has {limit.available_bytes / 1e9:.3g} GB to use, measuring needs "
-            f"{needed / 1e9:.3g} GB; end other programs or raise the limit"
+            f"host memory ({limit.source}) has {human(limit.available_bytes)} to use, measuring needs "
+            f"{human(needed, up=True)}; end other programs or raise the limit"
         )
 
 

@@ -23,6 +23,7 @@ from offloadz.memory.disk import DiskTier, Extent
 from offloadz.memory.host import HostPool
 from offloadz.plan.errors import ConfigError, DiskFailed
 from offloadz.plan.machine import disk_free
+from offloadz.plan.words import human
 from offloadz.runtime.transfer import transfer_for
 
 KINDS = ("read", "write", "both", "read_parts", "write_parts")
@@ -43,7 +44,7 @@ def _enough(path: Path, sizes: Sizes) -> None:
     free = disk_free(path)
     if free < sizes.disk_bytes:
         raise ConfigError(
-            f"--swap {path}: {free / 1e9:.3g} GB are free, measuring writes {sizes.disk_bytes / 1e9:.3g} GB; "
+            f"--swap {path}: {human(free)} are free, measuring writes {human(sizes.disk_bytes, up=True)}; "
             "free some or name another"
         )
 

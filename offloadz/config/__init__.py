@@ -25,9 +25,9 @@ from offloadz.config.sections import (
     OptimizerConfig,
     TrainConfig,
 )
-from offloadz.config.values import Every, nearest, parse_every, shown, to_toml
+from offloadz.config.values import Every, parse_every, shown, to_toml
 from offloadz.plan.errors import ConfigError
-from offloadz.plan.words import parse_bytes
+from offloadz.plan.words import nearest, parse_bytes
 
 __all__ = [
     "NOT_BUILT",

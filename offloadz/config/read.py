@@ -13,8 +13,9 @@ from typing import Any
 
 from offloadz.config.names import FOREIGN, FOREIGN_VALUES
 from offloadz.config.sections import RULES, SECTIONS, GroupConfig, rules
-from offloadz.config.values import checked, from_command_line, nearest, shown
+from offloadz.config.values import checked, from_command_line, shown
 from offloadz.plan.errors import ConfigError
+from offloadz.plan.words import nearest
 
 NOTE_PREFIX = "x-"
 _Place = Callable[[str], str]

@@ -10,11 +10,10 @@ import json
 import math
 import re
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
-from difflib import SequenceMatcher
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from offloadz.plan.words import parse_bytes
+from offloadz.plan.words import nearest, parse_bytes
 
 _TIME_UNITS_S = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _NULLS = {"none", "null", "nil"}
@@ -52,17 +51,6 @@ def parse_every(value: int | str) -> Every:
     if match is None or float(match[1]) <= 0:
         raise ValueError('needs a number of steps or a time in s, min, h or d, such as 100 or "30min" (0: never)')
     return Every(0, float(match[1]) * _TIME_UNITS_S[match[2]])
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """The known name closest to `name` ("" when none is close); the same letters in another order count as close."""
-
-    def closeness(other: str) -> float:
-        left, right = name.lower(), other.lower()
-        return SequenceMatcher(None, left, right).ratio() + 0.5 * (sorted(left) == sorted(right))
-
-    best = max(known, key=closeness, default="")
-    return best if best and closeness(best) >= 0.55 else ""
 
 
 def shown(value: object) -> str:

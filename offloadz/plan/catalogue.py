@@ -20,7 +20,7 @@ from typing import Any
 from offloadz.plan.errors import ConfigError
 from offloadz.plan.machine import COMPUTING, TYPICAL_RATES, UNVERIFIED, Drive, Machine
 from offloadz.plan.rooms import drive_of
-from offloadz.plan.words import parse_bytes
+from offloadz.plan.words import nearest, parse_bytes
 
 FOLDER = Path(__file__).parent / "machines"
 
@@ -211,8 +211,6 @@ def _tables(path: Path) -> dict[str, Any]:
 
 def _hint(name: str, known: Any) -> str:
     """`; nearest is ...`, or all there are."""
-    from offloadz.config.values import nearest
-
     guess = nearest(name, known)
     return f"; nearest is {guess}" if guess else f"; there are {', '.join(known)}"
 

@@ -26,6 +26,7 @@ from offloadz.plan.catalogue import (
 from offloadz.plan.errors import ConfigError
 from offloadz.plan.machine import Drive, Machine
 from offloadz.plan.wishes import Wishes
+from offloadz.plan.words import nearest
 
 SETTABLE = {
     **dict.fromkeys(("host_memory", "device_memory", "disk_free", "endurance"), BYTES),
@@ -43,8 +44,6 @@ def changed(
     machine: Machine, wishes: Wishes, sets: Sequence[str], num_paths: int, elsewhere: bool
 ) -> tuple[Machine, Wishes]:
     """The machine with `key=value` changes; raises ConfigError for an unknown key or a value that is none."""
-    from offloadz.config.values import nearest
-
     for text in sets:
         key, equals, value = text.partition("=")
         if not equals or key not in SETTABLE:

@@ -79,8 +79,8 @@ class Wear:
             yield "written to swap: nothing"
             return
         yield (
-            f"written to swap{self.whose}: {_size(self.written_bytes)} a step, "
-            f"{_size(self.written_bytes * 1000)} in 1,000 steps, {_size(self.per_day_bytes)} a day without a pause; "
+            f"written to swap{self.whose}: {human(self.written_bytes)} a step, "
+            f"{human(self.written_bytes * 1000)} in 1,000 steps, {human(self.per_day_bytes)} a day without a pause; "
             "saves come on top"
         )
         life = self.life_steps(self.written_bytes)
@@ -89,7 +89,7 @@ class Wear:
         else:
             yield (
                 f"drive life: {life:,} steps, {self.days(life):,.1f} days without a pause; {self.drive.name} takes "
-                f"{(self.drive.endurance_bytes or 0) / 1e12:,.6g} TB ({self.drive.endurance_source})"
+                f"{(self.drive.endurance_bytes or 0) / 1e12:,.6g}TB ({self.drive.endurance_source})"
             )
         yield from self._less_lines()
 
@@ -100,7 +100,7 @@ class Wear:
             lasts = f", a life of {life:,} steps" if life is not None else ""
             yield (
                 f'optimizer.state = "{state}" would write {written / max(1, self.num_trained):.3g} bytes a trained '
-                f"parameter instead of {now:.3g}: {_size(written)} a step{lasts}"
+                f"parameter instead of {now:.3g}: {human(written)} a step{lasts}"
             )
 
 
@@ -118,10 +118,6 @@ def wear_of(spec: ModelSpec, placement: Placement, written_bytes: int, step_s: f
             written = rest + _state_bytes(spec, recipe)
             less += [(recipe.state, written)] if written < written_bytes else []
     return Wear(written_bytes, step_s, trained, drive, tuple(less))
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / (1 << 40):,.1f}TiB" if nbytes >= 1 << 40 else human(nbytes)
 
 
 def _state_bytes(spec: ModelSpec, recipe: Recipe) -> int:

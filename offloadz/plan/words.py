@@ -1,4 +1,4 @@
-"""Figures as people read and write them: bytes, seconds, counts.
+"""Figures as people read and write them: bytes, seconds, counts; and the name that was meant by one that is none.
 
 What a program reads (`--json`, plan.json, metrics.jsonl) keeps bare numbers.  The trade-off: three digits at most, so
 two figures that differ by less look alike.
@@ -7,14 +7,19 @@ two figures that differ by less look alike.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from difflib import SequenceMatcher
 
 _SIZE_UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _SIZE_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
+UNITS = (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10))
+"""In which bytes are told, and from how many on."""
+
 
 def human(nbytes: int, up: bool = False) -> str:
     """Bytes for people, in a unit that the configuration takes back; `up` rounds so that it never says too little."""
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+    for unit, size in UNITS:
         if nbytes >= size:
             tenths = -(-nbytes * 10 // size) if up else round(nbytes * 10 / size)
             return f"{tenths / 10:.1f}{unit}"
@@ -51,3 +56,14 @@ def difference(ratio: float, unit: str) -> str:
 def counted(number: int, thing: str) -> str:
     """Such as "1 slot" and "2 slots"."""
     return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The known name closest to `name` ("" when none is close); the same letters in another order count as close."""
+
+    def closeness(other: str) -> float:
+        left, right = name.lower(), other.lower()
+        return SequenceMatcher(None, left, right).ratio() + 0.5 * (sorted(left) == sorted(right))
+
+    best = max(known, key=closeness, default="")
+    return best if best and closeness(best) >= 0.55 else ""

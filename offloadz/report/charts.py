@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from offloadz.plan.timeline import Span, Timeline
 from offloadz.plan.verdict import Verdict
-from offloadz.plan.words import human
+from offloadz.plan.words import UNITS, human
 from offloadz.report.drawing import COLOURS, HEIGHT, Chart, Key, draw, level, line, numbers
 from offloadz.report.read import RunFiles, thinned
 
@@ -232,8 +232,6 @@ def merged(intervals: Sequence[tuple[float, float]], gap: float) -> list[tuple[f
 
 # ---- memory ------------------------------------------------------------------------------------------------------
 
-UNITS = (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10), ("B", 1))
-
 MEMORY = {
     "host": ("Host memory", (("host_resident", "now", "good", "line"), ("host_peak", "the peak", "measured", "line"))),
     "device": ("Device memory", (("device_peak", "the peak", "measured", "line"),)),
@@ -289,7 +287,7 @@ def _bytes_axis(axes: Axes, highest: float) -> None:
     """From zero, in one unit."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator, MultipleLocator
 
-    name, unit = next((u for u in UNITS if highest >= u[1]), UNITS[-1])
+    name, unit = next((u for u in UNITS if highest >= u[1]), ("B", 1))
     ticks = MaxNLocator(5).tick_values(0, 1.1 * highest / unit)
     axes.set_ylim(0, 1.1 * highest)
     axes.yaxis.set_major_locator(MultipleLocator(unit * (ticks[1] - ticks[0])))

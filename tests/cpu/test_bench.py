@@ -147,8 +147,8 @@ def test_a_bench_of_this_box_changes_what_is_predicted(swap: Path, tmp_path: Pat
     [
         ("none", "box.toml", SMALL, "none: there is no such directory"),
         ("file", "box.toml", SMALL, "file: there is no such directory"),
-        ("swap", "box.toml", Sizes(extent_bytes=1 << 50), "are free, measuring writes 9.01e+06 GB; free some or name"),
-        ("swap", "box.toml", Sizes(elements=1 << 50), "to use, measuring needs 1.8e+07 GB"),
+        ("swap", "box.toml", Sizes(extent_bytes=1 << 50), "are free, measuring writes 8192.1TiB; free some or name"),
+        ("swap", "box.toml", Sizes(elements=1 << 50), "to use, measuring needs 16384.1TiB"),
         ("swap", "none/box.toml", SMALL, "needs the name of a file in a directory that is there"),
         ("swap", "swap", SMALL, "needs the name of a file in a directory that is there"),
         ("swap", "file", SMALL, "was not written by `offloadz bench`; name another, or remove it"),

@@ -113,7 +113,7 @@ def test_leftovers_are_told_and_kept_without_a_yes(
     monkeypatch.setattr(sys, "stdin", io.StringIO(answers))
     assert check_command(None, [], [str(dead.parent)], clean) == 0
     told = capsys.readouterr().out
-    assert f"left by a dead run: {dead}, 3.0 MiB, of /runs/dead" in told and str(live) not in told
+    assert f"left by a dead run: {dead}, 3.0MiB, of /runs/dead" in told and str(live) not in told
     assert (dead / "state.bin").exists() and (live / "state.bin").exists()
 
 

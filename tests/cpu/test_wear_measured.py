@@ -70,7 +70,7 @@ endurance = "5MB"
     assert lines[0]["predicted_step_s"] == plan["step_s"] > 60, "a device of a million flop/s"
     assert plan["drive_life_steps"] == 5_000_000 // plan["disk_written_per_step"] > 0
     for words in (
-        f"drive life: {plan['drive_life_steps']} steps", "5e-06 TB (a test)",
+        f"drive life: {plan['drive_life_steps']} steps", "5e-06TB (a test)",
         "from the rates of machine file desk.toml",
         "update threads: 1 (the cores of desk", 'optimizer.state = "int8" would write',
     ):  # fmt: skip

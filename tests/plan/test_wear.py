@@ -50,7 +50,7 @@ def test_life_follows_from_bytes_and_speed() -> None:
     lines = "\n".join(plan.wear.lines())
     for words in (
         f"{found['drive_life_steps']:,} steps",
-        "600 TB (its maker)",
+        "600TB (its maker)",
         " a step, ",
         " in 1,000 steps, ",
         " a day",
