@@ -39,7 +39,9 @@ class GroupConfig:
 class ModelConfig:
     """What is trained."""
 
-    path: str = _key("", "text", "Hugging Face directory (config.json, safetensors, tokenizer) or hub name")
+    path: str = _key(
+        "", "text", "Hugging Face directory (config.json, safetensors, tokenizer), or whole name on the hub: org/name"
+    )
     init: str = _key("pretrained", "text", "random: config.json only", choices=("pretrained", "random"))
     dtype: str = _key(
         "bfloat16", "text", "working weights and compute", choices=("bfloat16", "float32"), refused=("float16",)

@@ -27,6 +27,7 @@ from offloadz.model.conversion import Cut, file_names
 from offloadz.model.sources import FileSource, RandomSource, Source, persistent_buffers, put_parameter, tie_groups
 from offloadz.model.vocabulary import Added, GrownSource, grow
 from offloadz.plan.errors import ConfigError
+from offloadz.plan.headers import local_directory
 
 _sources: weakref.WeakKeyDictionary[nn.Module, Source] = weakref.WeakKeyDictionary()
 _names: weakref.WeakKeyDictionary[nn.Module, Names] = weakref.WeakKeyDictionary()
@@ -70,7 +71,8 @@ def load(
 ) -> nn.Module:
     """A causal language model with parameters on meta, buffers real, ties redone, and its source of weights known.
 
-    `path`: a Hugging Face directory or hub name.  `dtype`: bfloat16 or float32, of the parameters; buffers keep theirs.
+    `path`: a Hugging Face directory, or a text `org/name` for one on the hub.
+    `dtype`: bfloat16 or float32, of the parameters; buffers keep theirs.
     `init`: "pretrained" reads the directory's safetensors, "random" needs config.json only and draws by `seed`.
     `add_tokens`: special tokens that tokenizer and table are given where they lack them (`vocabulary.py`).
     Raises ConfigError for what configuration or files are not, DamagedState for files that contradict themselves.
@@ -119,11 +121,9 @@ def add_text(model: nn.Module, file: str, text: str) -> None:
 
 def _directory(path: str | Path, init: str) -> Path:
     """The directory of a model; a hub name is resolved by huggingface_hub's own cache."""
-    directory = Path(path).expanduser()
-    if directory.is_dir():
+    directory = local_directory(path)
+    if directory is not None:
         return directory
-    if directory.is_absolute() or str(path).count("/") > 1 or str(path).startswith("."):
-        raise ConfigError(f"model.path: {path} is not a directory")
     from huggingface_hub import snapshot_download
 
     wanted = ["*.json", "*.txt", "*.model", "*.jinja", "*.py"] + ["*.safetensors"] * (init == "pretrained")

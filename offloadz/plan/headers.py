@@ -9,9 +9,11 @@ blocks, other modules, head), so the time predicted for an unusual model can be 
 from __future__ import annotations
 
 import json
+import os
 import re
 import struct
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,9 +23,11 @@ from offloadz.plan.families import FAMILIES, is_tied, params_from_config
 from offloadz.plan.shapes import ParamInfo, TableInfo, make_spec
 from offloadz.plan.spec import ModelSpec
 from offloadz.plan.vocabulary import table_rows, vocab_size_of, with_vocab_size
+from offloadz.plan.words import nearest
 
 MAX_HEADER_BYTES = 100 << 20
 INDEX = "model.safetensors.index.json"
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 HEADS = ("lm_head", "embed_out", "output")
 """Last component of the module names that heads have."""
 
@@ -74,12 +78,40 @@ def spec_from_formula(
     return _spec(params_from_config(config), config, dtype, keep_float32, freeze)
 
 
+def local_directory(path: str | Path) -> Path | None:
+    """The directory of `model.path`; None for a text that can be a name of the hub, whether it is one or not.
+
+    Raises ConfigError for what can only be a path, and is not there.
+    """
+    name = os.fspath(path)
+    here = Path(os.path.expanduser(name))
+    if name and here.is_dir():
+        return here
+    if isinstance(path, str) and HUB_NAME.fullmatch(name) and not Path(name.partition("/")[0]).exists():
+        return None
+    told = _instead(here.absolute()) if name else "nothing is named"
+    raise ConfigError(
+        f"model.path = {name!r} is not a directory: {told}; needed: a Hugging Face directory "
+        "(config.json, safetensors, tokenizer), or the whole name of a model on the hub, org/name"
+    )
+
+
+def _instead(path: Path) -> str:
+    """What there is in place of a directory, and which may have been meant."""
+    if path.exists():
+        return f"{path} is a file"
+    missing = next(above for above in (path, *path.parents) if above.parent.is_dir())
+    with suppress(PermissionError):
+        guess = nearest(missing.name, (there.name for there in missing.parent.iterdir() if there.is_dir()))
+        return f"{missing.parent} holds no {missing.name}" + (f"; nearest is {guess}" if guess else "")
+    return f"{missing.parent} may not be read"
+
+
 def find_directory(path: str) -> Path:
     """The directory of `model.path`: itself, or the snapshot of a hub name that was downloaded before."""
-    if Path(path).is_dir():
-        return Path(path)
-    if not path or path.startswith((".", "/", "~")) or path.count("/") != 1:
-        raise ConfigError(f"model.path = {path!r} is not a directory; needed: a Hugging Face directory or hub name")
+    found = local_directory(path)
+    if found is not None:
+        return found
     from huggingface_hub import try_to_load_from_cache
 
     cached = try_to_load_from_cache(path, "config.json")

@@ -11,7 +11,6 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from offloadz.model.optimizer import KINDS, Settings
@@ -19,7 +18,7 @@ from offloadz.model.vocabulary import add_tokens
 from offloadz.plan.answer import Plan
 from offloadz.plan.cut import Cut, cut_words
 from offloadz.plan.errors import ConfigError, DoesNotFit
-from offloadz.plan.headers import find_directory, read_config
+from offloadz.plan.headers import find_directory, local_directory, read_config
 from offloadz.plan.machine import rates_told
 from offloadz.plan.positions import positions_note
 from offloadz.plan.question import question
@@ -68,23 +67,22 @@ def read_tokenizer(config: Config) -> tuple[Any, int]:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     from transformers import AutoConfig, AutoTokenizer
 
-    if config.model.path.startswith((".", "/", "~")):
-        find_directory(config.model.path)  # says more plainly than the hub's client what is not there
-    model = None
+    here = local_directory(config.model.path)  # says at once, and more plainly than the hub's client, what is not there
+    name, model = here or config.model.path, None
     try:
         trusted = {"trust_remote_code": config.model.trust_remote_code}
-        model = AutoConfig.from_pretrained(config.model.path, **trusted)
-        tokenizer = AutoTokenizer.from_pretrained(config.model.path, **trusted)
+        model = AutoConfig.from_pretrained(name, **trusted)
+        tokenizer = AutoTokenizer.from_pretrained(name, **trusted)
     except Exception as error:  # a directory of somebody else's making: a broken file there ends in any kind of error
-        told = tokenizer_missing(Path(config.model.path)) if model and os.path.isdir(config.model.path) else ""
+        told = tokenizer_missing(here) if model and here else ""
         if told:
             raise ConfigError(
                 f"model.path: {told}, with tokenizer_config.json; copy them from the model whose words these are"
             ) from error
         first = " ".join((str(error).strip() or type(error).__name__).splitlines()[:2])
-        here = "" if os.path.isdir(config.model.path) else f" (there is no such directory below {os.getcwd()})"
+        below = "" if here else f" (there is no such directory below {os.getcwd()})"
         raise ConfigError(
-            f"model.path: {config.model.path} has no model and tokenizer to read{here}: {first}"
+            f"model.path: {config.model.path} has no model and tokenizer to read{below}: {first}"
         ) from error
     vocab_size = getattr(model.get_text_config(), "vocab_size", None)
     if not isinstance(vocab_size, int):
