@@ -21,9 +21,9 @@ import torch
 
 from offloadz.model.aside import write_text
 from offloadz.model.files import FileRecord, verify_file
+from offloadz.plan.cut import MANIFEST as MANIFEST
 from offloadz.plan.errors import DamagedState
 
-MANIFEST = "manifest.json"
 FORMAT = "offloadz checkpoint 1"
 LINKED_FORMAT = "offloadz linked checkpoint 1"
 WEIGHTS = "weights.safetensors"

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from offloadz.plan.answer import Plan
     from offloadz.plan.wishes import Wishes
 
+MANIFEST = "manifest.json"
+"""The list of a checkpoint."""
+
 
 @dataclass(frozen=True)
 class Cut:
@@ -82,11 +85,21 @@ def cut_told(plan: Plan) -> dict[str, Any]:
 
 
 def saved_cut(output: str, resume: str) -> Cut | None:
-    """That of the run which the same command would go on with, as its plan.json tells it; None where there is none."""
-    path = Path(output) / "plan.json"
-    if not output or resume == "never" or not any((Path(output) / "checkpoints").glob("step-*")):
+    """That of the checkpoint which the same command would go on from, wherever it lies; None where there is none.
+
+    Whether that checkpoint is whole is for the run to say: only its list is read.
+    """
+    if not output or resume == "never":
         return None
+    places = (Path(output) / "checkpoints").glob("step-*") if resume == "auto" else (Path(resume),)
+    found = [told for place in places if (told := _listed(place)) is not None]
+    return max(found, key=lambda told: told[0])[1] if found else None
+
+
+def _listed(checkpoint: Path) -> tuple[int, Cut | None] | None:
+    """What the list of a checkpoint says: its order, and how its run cut batches."""
     try:
-        return Cut.read(json.loads(path.read_text(encoding="utf-8")), path)
-    except (OSError, ValueError):
+        told = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
+        return int(told["order"]), Cut.read(told["extra"].get("plan"), checkpoint)
+    except (OSError, AttributeError, KeyError, TypeError, ValueError):
         return None

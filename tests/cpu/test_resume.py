@@ -128,6 +128,30 @@ def test_a_run_goes_on_with_the_cut_it_began_with(
     )
 
 
+def test_a_run_that_was_moved_goes_on_from_where_it_is_now(
+    tmp_path: Path, stop_at: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Named as the output, or one of its checkpoints for another one: with the cut it had, in `offloadz plan` too."""
+    left: dict[str, Any] = {"train__micro_batch_size": 0, **ON_DISK}
+    assert run(tmp_path, **left, train__output=str(tmp_path / "whole")) == 0
+    stop_at(7)
+    assert run(tmp_path, **left) == 143
+    (tmp_path / "run").rename(tmp_path / "moved")
+    monkeypatch.setattr(candidates, "MICRO_TOKENS", 64)  # two rows, by a plan of today
+    stop_at(0)
+    checkpoint = str(tmp_path / "moved/checkpoints/step-000007")
+    for output, resume in (("other", checkpoint), ("moved", "auto")):
+        how = {**left, "train__output": str(tmp_path / output), "train__resume": resume}
+        config = config_from_tables(tables(tmp_path, **how))
+        cut = saved_cut(config.train.output, resume)
+        assert cut is not None and cut.source == checkpoint
+        assert question(config, cut=cut).answer().micro_batch_size == 6 != question(config).answer().micro_batch_size
+        assert run(tmp_path, **how) == 0
+    assert_same(tmp_path / "whole", tmp_path / "moved", 12)
+    finals = [(tmp_path / name / "final/model.safetensors").read_bytes() for name in ("whole", "other")]
+    assert finals[0] == finals[1]
+
+
 def test_tensorboard_has_each_step_once(tmp_path: Path, stop_at: Callable[[int], None]) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
