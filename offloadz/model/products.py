@@ -19,7 +19,7 @@ a call into Python for each operation.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from functools import cache
 from math import prod
 from types import TracebackType
@@ -30,6 +30,8 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+
+from offloadz.model.peeks import Peeks, tells
 
 DEAR = (
     "mm", "addmm", "bmm", "baddbmm", "_addmm_activation", "_grouped_mm", "_scaled_mm", "_scaled_grouped_mm", "linear",
@@ -101,14 +103,18 @@ class Products:
         self._held: dict[int, tuple[list[Any], int]] = {}
         """Storage of a result that stays as it is, to where it is noted."""
 
-    def recording(self, seen_by: Any = None) -> AbstractContextManager[Any]:
+    @contextmanager
+    def recording(self, seen_by: Any = None) -> Iterator[None]:
         """While this lasts, results of dear operations stay; `seen_by`: what is handed the tensors that are saved."""
-        return _Recording(self, seen_by)
+        with _Recording(self, seen_by), Peeks(self.saving):
+            yield
 
-    def answering(self, slot: Tensor | None) -> AbstractContextManager[Any]:
+    @contextmanager
+    def answering(self, slot: Tensor | None) -> Iterator[None]:
         """While this lasts, they are answered with what stayed; `slot`: where that was brought to."""
         self.slot = slot
-        return _Answering(self)
+        with _Answering(self), Peeks(self.saving):
+            yield
 
     def saving(self) -> None:
         """Autograd saves a tensor, or Python is told a value; raises Read where a product was left out before it."""
@@ -251,13 +257,6 @@ def is_among(func: OpOverload, names: tuple[str, ...]) -> bool:
     own, and is none."""
     space, _, name = func.overloadpacket._qualified_op_name.partition("::")
     return space == "aten" and name in names and not func._schema.is_mutable
-
-
-@cache
-def tells(func: OpOverload) -> bool:
-    """Whether an operation gives a number or a shape by the values of its inputs (`item`, `if x.max() > 1`): what a
-    block goes on to do with that saves nothing."""
-    return any(tag in func.tags for tag in (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape))
 
 
 @cache

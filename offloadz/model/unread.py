@@ -8,7 +8,7 @@ dispatches, so no family of models is known here.
 The first time a block runs again all is done, and it is counted how many products had begun when the last tensor was
 saved; from then on the others are left out, while the products come as they came.  If a tensor is saved behind one
 that was left out, the block does other things than before: it runs once more, whole, and nothing is left out of it any
-more.  A value that Python is told (`item`) counts as saved.  Functions with a backward of their own, and hooks of a
+more.  A value that Python is told (`peeks.py`) counts as saved.  Functions with a backward of their own, and hooks of a
 block on what is saved, may keep tensors where nobody here sees it, so blocks with such are let be; so are those with
 buffers, or with forward hooks inside, which see all results (`Body.watched`).
 
@@ -29,7 +29,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from offloadz.model.graphs import Graph, Place, Saved, Still
-from offloadz.model.products import Products, Read, is_among, saver, tells
+from offloadz.model.peeks import Peeks, tells
+from offloadz.model.products import Products, Read, is_among, saver
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear")
 """What may be left out, by its name in torch."""
@@ -87,7 +88,7 @@ class Unread:
 
 def _watched(run: Again, saved: Watched, products: _Products) -> Graph:
     saved.products = products
-    with saved.hooks(), products:
+    with saved.hooks(), products, Peeks(products.saving):
         return run(saved)
 
 
