@@ -23,7 +23,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from offloadz.model.axes import Axes, Probe, Seen, Shapes, compared, one_more_row, shapes_of
 from offloadz.model.body import Body
-from offloadz.model.graphs import Graph, Saved, refuse_again
+from offloadz.model.graphs import Graph, Saved, refuse_again, refuse_in_backward
+from offloadz.model.hooks import unhooked
 from offloadz.model.products import Products, Read
 from offloadz.model.recorded import aside, hand_on, recorded_now
 from offloadz.model.stage import Stage
@@ -119,6 +120,8 @@ class BlockSeat:
 
     def _refuse(self, call: Call) -> None:
         """What would go wrong in silence: a cache, and side inputs that want a gradient."""
+        if self.kind == "block":
+            refuse_in_backward(self.name)
         for leaf in call.leaves:
             if hasattr(leaf, "get_seq_length"):
                 raise ConfigError(
@@ -265,13 +268,20 @@ class BlockSeat:
         """The backward of a micro-batch: through the graph that was kept, or through one that is made anew."""
         room = self.stage.session.room
         sections = room.weights(self.unit, op.reads[0])
-        kept = call.turn.kept == GRAPH
-        graph = room.graphs.pop((call.turn.call, micro)) if kept else self._again(op, call, micro, sections)
+        again = self._held if call.turn.kept == GRAPH else self._again
+        graph = again(op, call, micro, sections)
         if self.trainable:
             self.body.aim(graph.leaves, room.slopes(self.unit, op.reads[-1]))
-        graph.backward(sections, [self._cut_grad(call, index, micro, grad) for index, grad in enumerate(grads)])
+        with self.body.lent(graph.leaves):  # for what a block runs again by itself (`torch.utils.checkpoint`)
+            graph.backward(sections, [self._cut_grad(call, index, micro, grad) for index, grad in enumerate(grads)])
         if call.wants_hidden:
             self._put_back(call, micro, graph.hidden, back)
+
+    def _held(self, op: Op, call: Call, micro: int, sections: list[Tensor]) -> Graph:
+        """The graph that a micro-batch left, over the weights where they are now."""
+        graph: Graph = self.stage.session.room.graphs.pop((call.turn.call, micro))
+        self.body.move(graph.leaves, sections)
+        return graph
 
     def _again(self, op: Op, call: Call, micro: int, sections: list[Tensor]) -> Graph:
         """The graph of a micro-batch from its saved input, and from results of its products as far as they were
@@ -371,7 +381,7 @@ def _look_forward(stage: Stage, more: bool) -> Probe:
     stage.probe = Probe(max(i for i, s in enumerate(seats) if s.kind == "block"))
     try:
         # Dropout outside the blocks must not notice: a resumed run looks again where the straight one does not.
-        with torch.no_grad(), stage.undrawn():
+        with torch.no_grad(), stage.undrawn(), unhooked(root.module.modules()):
             root.module(*args, **kwargs)
     except Seen:
         pass

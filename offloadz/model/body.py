@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from offloadz.model.hooks import hooked
 from offloadz.plan.spec import Unit
 
 
@@ -62,13 +63,16 @@ class Body:
             weights[name] = leaf
         return weights
 
+    def move(self, leaves: Mapping[str, Tensor], sections: list[Tensor]) -> None:
+        """Let `leaves` be where the weights are now: they lay in a slot that went to others."""
+        for name, weight in self.views(sections).items():
+            leaves[name].data = weight
+
     def watched(self) -> bool:
         """Whether what happens inside is seen from outside, beside what is given back: by forward hooks of a user, or
-        in buffers.  Hooks of transformers are let be: what they record leaves with the outputs (`recorded.py`)."""
-        inner = [module for module in self.module.modules() if module is not self.module]
-        hooks = (hook for m in inner for held in (m._forward_hooks, m._forward_pre_hooks) for hook in held.values())
-        seen = any(not (getattr(hook, "__module__", None) or "").startswith("transformers.") for hook in hooks)
-        return seen or any(True for _ in self.module.buffers())
+        in buffers."""
+        inner = (module for module in self.module.modules() if module is not self.module)
+        return hooked(inner) or any(True for _ in self.module.buffers())
 
     def aim(self, leaves: Mapping[str, Tensor], slopes: list[Tensor]) -> None:
         """Let the gradients of `leaves` be added in place to the slope sections."""

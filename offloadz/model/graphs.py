@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from offloadz.model.products import Products
+from offloadz.plan.errors import ConfigError
 from offloadz.plan.left import GRAPH, PRODUCTS
 from offloadz.runtime.session import Session
 
@@ -167,6 +168,15 @@ def refuse_again(name: str, session: Session, begun: int) -> None:
         )
     if begun != session.begun:
         raise RuntimeError(f"{name}: what this forward left for its backward went with its step; run the model again")
+
+
+def refuse_in_backward(name: str) -> None:
+    """A forward in the middle of a backward is a call of its own, with dropout of its own."""
+    if torch._C._current_graph_task_id() >= 0:
+        raise ConfigError(
+            f"{name}: called again in the middle of a backward, as torch.utils.checkpoint around blocks does; a run"
+            " recomputes blocks itself: take it away there (inside of a block it may stay)"
+        )
 
 
 def _positions(hidden: Tensor) -> int:

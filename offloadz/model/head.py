@@ -24,6 +24,7 @@ from torch.nn.functional import linear
 
 from offloadz.model.body import Body
 from offloadz.model.graphs import Saved, refuse_again
+from offloadz.model.hooks import unhooked
 from offloadz.model.stage import Stage, Tile
 from offloadz.plan.errors import ConfigError, DoesNotFit
 from offloadz.plan.footprint import HEAD_CHUNK_TOKENS
@@ -238,7 +239,8 @@ class LossHead:
         stage.tile, stage.answer = tile, self._as_base(hidden)
         try:
             ids = torch.zeros(1, hidden.shape[0], dtype=torch.long, device=hidden.device)
-            out = self.model(input_ids=ids, use_cache=False)
+            with unhooked((self.base,), ()):  # it has run before
+                out = self.model(input_ids=ids, use_cache=False)
         finally:
             stage.tile = stage.answer = None
         return out.logits[0].float()  # type: ignore[no-any-return]
@@ -253,7 +255,7 @@ class LossHead:
         """The model must act on each logit by itself, or tiles would change the result."""
         if self._checked:
             return
-        with torch.no_grad():
+        with torch.no_grad(), unhooked(self.model.modules()):
             weight = torch.linspace(-3, 3, 8 * hidden.shape[-1]).view(8, -1).to(hidden)
             probe = hidden.reshape(-1, hidden.shape[-1])[:2].detach()
             whole = self.scored(probe, Tile(weight, None, 0))
