@@ -16,6 +16,9 @@ constexpr uint32_t kPolynomial = 0x82f63b78u;
 // three streams and fetches ahead: bytes fresh from a drive are summed half as fast again as with short strands only.
 constexpr size_t kStrands[2] = {8192, 2048};
 constexpr size_t kFold = 256; // bytes that are folded onto the next as many
+// How far ahead bytes are fetched as such that are needed once: they then do not go through the cache that all cores
+// (and the copies of a hypervisor) share.  Sums beside a write cost a third less of its rate, and no more time.
+constexpr size_t kAhead = 8192;
 
 // x^exponent modulo the polynomial, as a factor for a product without carry of 64 bits: bit 63 - d is that of x^d.
 uint64_t power(size_t exponent) {
@@ -139,6 +142,7 @@ __attribute__((target("avx512f,avx512vl,vpclmulqdq"))) uint32_t by_folding(uint3
   sum[0] = _mm512_xor_si512(sum[0], _mm512_zextsi128_si512(_mm_cvtsi32_si128(int(crc))));
   for (at += kFold, count -= kFold; count >= kFold; at += kFold, count -= kFold)
     for (size_t i = 0; i < many; ++i) {
+      _mm_prefetch(at + width * i + kAhead, _MM_HINT_NTA);
       __m512i first = _mm512_clmulepi64_epi128(sum[i], factors, 0x00);
       __m512i second = _mm512_clmulepi64_epi128(sum[i], factors, 0x11);
       sum[i] = _mm512_ternarylogic_epi64(first, second, _mm512_loadu_si512(at + width * i), 0x96); // xor of three
@@ -159,6 +163,7 @@ __attribute__((target("avx2,vpclmulqdq"))) uint32_t by_folding(uint32_t crc, con
   sum[0] = _mm256_xor_si256(sum[0], _mm256_zextsi128_si256(_mm_cvtsi32_si128(int(crc))));
   for (at += kFold, count -= kFold; count >= kFold; at += kFold, count -= kFold)
     for (size_t i = 0; i < many; ++i) {
+      if (i % 2 == 0) _mm_prefetch(at + width * i + kAhead, _MM_HINT_NTA); // a line is two vectors
       __m256i first = _mm256_clmulepi64_epi128(sum[i], factors, 0x00);
       __m256i second = _mm256_clmulepi64_epi128(sum[i], factors, 0x11);
       __m256i next = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(at + width * i));

@@ -1,14 +1,18 @@
-// The back end by io_uring: each caller has a ring of its own, keeps a few requests under way on it, and sums one
-// request while the others move.  There is no thread of ours in between.
+// The back end by io_uring: each caller has a ring of its own, keeps a few requests under way on it, and takes the sums
+// beside them.  There is no thread of ours in between.
 //
 // [Note: going on without a ring] What the system refuses at any time (a ring, a call on it, a request) is done by
 // plain calls: what the kernel has not taken is taken back, what it has is waited for, and from then on this back end
 // is a team of threads.  A request that failed or fell short is finished by plain calls too, so both back ends resume
 // and report alike.
 //
-// [Note: the end of a read] Of what a read has left, at most half is under way.  A drive behind a hypervisor may answer
-// only once its queue is empty, so everything under way comes at once; the sums of such a batch run beside the next
-// one, and the last, with nothing beside it, is one request instead of a whole queue.
+// [Note: sums beside the drive] What is read is summed once it is there.  What is written is summed while it is under
+// way: the buffer is the caller's and stays as it is until run() returns, and no drive waits for a sum.  Such a request
+// ends, and its entries are stored, when it is both moved and summed.
+//
+// [Note: the end of a read] Of what a read has left, at most three quarters are under way.  A drive behind a hypervisor
+// may answer only once its queue is empty, so everything under way comes at once; the sums of such a batch run beside
+// the next one, and the last, with nothing beside it, is one request instead of a whole queue.
 #include "io_work.h"
 #include "pool.h"
 #include "ring.h"
@@ -34,7 +38,9 @@ bool is_refusal(int error) {
 // One transfer on one ring.
 class Flight {
 public:
-  Flight(Ring &ring, Work &work, int depth) : ring_(ring), work_(work), depth_(depth), at_(work.transfer.offset) {
+  Flight(Ring &ring, Work &work, int depth)
+      : ring_(ring), work_(work), sums_aside_(work.transfer.write && work.transfer.table), depth_(depth),
+        at_(work.transfer.offset) {
     for (int i = 0; i < 2 * depth; ++i)
       free_[num_free_++] = i;
   }
@@ -42,15 +48,15 @@ public:
   // Everything is done, or a fault is noted, or the ring was refused and what begins at rest() has to go another way.
   void run() {
     for (;;) {
-      bool more = fill();
-      if (!num_flying_ && !num_moved_) return;
+      fill();
+      if (!num_flying_ && !num_due_) return;
       if (stage_ == kNone) {
-        int error = ring_.enter(!num_moved_ && !more);
+        int error = ring_.enter(!num_due_);
         if (error) give_up(error);
-      } else if (!num_moved_) {
+      } else if (!num_due_) {
         ring_.wait_outside();
       }
-      if (!reap() && num_moved_) finish(moved_[--num_moved_]); // the drive is given more before anything is summed
+      if (!reap() && num_due_) sum(due_[--num_due_]);
     }
   }
 
@@ -66,23 +72,21 @@ private:
   // See [Note: the end of a read].
   bool ends_soon() const {
     const Transfer &t = work_.transfer;
-    return t.table && !t.write && (num_flying_ + 2) * work_.request_bytes > work_.end() - at_;
+    return t.table && !t.write && (num_flying_ + 4) * work_.request_bytes > 3 * (work_.end() - at_);
   }
 
-  // Queues requests; whether there is room for more.
-  bool fill() {
+  // Queues as many requests as there may be, so that the drive has them before anything is summed.
+  void fill() {
     while (wants_more()) {
       int slot = free_[num_free_ - 1];
       Request &request = slots_[slot];
-      if (!next_request(work_, at_, work_.end(), request)) return false;
+      if (!next_request(work_, at_, work_.end(), request)) return;
       --num_free_;
       ++num_flying_;
-      begin_request(work_, request);
+      left_[slot] = 1 + sums_aside_;
+      if (sums_aside_) due_[num_due_++] = slot;
       ring_.push(work_.transfer.write, request.buffer, uint32_t(request.count), request.at, uint64_t(slot));
-      // Summing the next one takes a while: let this one start.
-      if (work_.transfer.write && work_.transfer.table) return wants_more();
     }
-    return false;
   }
 
   void refused(int stage, int error) {
@@ -115,38 +119,49 @@ private:
       if (moved_here && is_refusal(error)) refused(kRequest, error);
       if (moved >= request.count) {
         --num_flying_;
-        moved_[num_moved_++] = int(done.tag);
+        arrived(int(done.tag));
       }
     }
     return came;
   }
 
-  // Ends a request by plain calls.
+  // Ends a request by plain calls.  The slot of one that failed stays taken: nothing is begun after a fault.
   bool settle(int slot, int64_t moved) {
     --num_flying_;
     int error = move_rest(work_, slots_[slot], moved);
-    if (error) {
-      work_.fail(error, slots_[slot], moved);
-      free_[num_free_++] = slot;
-      return false;
-    }
-    moved_[num_moved_++] = slot;
+    if (error) return work_.fail(error, slots_[slot], moved);
+    arrived(slot);
     return true;
   }
 
+  void arrived(int slot) {
+    if (sums_aside_)
+      finish(slot);
+    else
+      due_[num_due_++] = slot;
+  }
+
+  void sum(int slot) {
+    if (sums_aside_) sum_request(work_, slots_[slot]);
+    finish(slot);
+  }
+
   void finish(int slot) {
+    if (--left_[slot]) return;
     end_request(work_, slots_[slot]);
     free_[num_free_++] = slot;
   }
 
   Ring &ring_;
   Work &work_;
+  const bool sums_aside_; // see [Note: sums beside the drive]
   int num_busy_ = 0;
-  int depth_, num_flying_ = 0, num_moved_ = 0, num_free_ = 0;
+  int depth_, num_flying_ = 0, num_due_ = 0, num_free_ = 0;
   int64_t at_;
   int stage_ = kNone, error_ = 0;
   Request slots_[2 * kMaxDepth];
-  int free_[2 * kMaxDepth], moved_[2 * kMaxDepth];
+  int left_[2 * kMaxDepth];                      // how often finish() is called before a request ends
+  int free_[2 * kMaxDepth], due_[2 * kMaxDepth]; // due: to be summed, the one that came last is the next
 };
 
 class Rings final : public Mover {

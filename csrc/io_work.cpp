@@ -80,7 +80,7 @@ bool next_request(const Work &work, int64_t &at, int64_t limit, Request &out) {
   return false;
 }
 
-void begin_request(const Work &work, Request &request) {
+void sum_request(const Work &work, Request &request) {
   if (!work.transfer.table || !work.transfer.write) return;
   each_piece(work, request, [&](unsigned char *from, int64_t, int64_t length, int64_t &, int64_t index) {
     request.sums[index] = entry_of(from, length);
@@ -124,7 +124,7 @@ int move_rest(const Work &work, const Request &request, int64_t &moved) {
 }
 
 bool plain_request(Work &work, Request &request) {
-  begin_request(work, request);
+  sum_request(work, request);
   int64_t moved = 0;
   int error = move_rest(work, request, moved);
   return error ? work.fail(error, request, moved) : end_request(work, request);

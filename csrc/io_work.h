@@ -34,9 +34,10 @@ struct Work {
 // or before a piece never written; such pieces are filled with zeros on the way.  Moves `at` on; false at the limit.
 bool next_request(const Work &work, int64_t &at, int64_t limit, Request &out);
 
-// Before a request is moved (writes: sums are taken) and after (reads: compared; writes: stored, so that an entry never
-// speaks of bytes that were not written).
-void begin_request(const Work &work, Request &request);
+// Takes the sums of what a request writes, at any time before its end; a read has none yet.
+void sum_request(const Work &work, Request &request);
+// Once a request is moved: compares (reads), or stores its sums (writes: an entry never speaks of bytes that were not
+// written); false where a piece is not what was written, which is noted.
 bool end_request(Work &work, const Request &request);
 
 // Moves the rest of a request, of which `moved` bytes are done, by pread64 or pwrite64; 0 or an errno.

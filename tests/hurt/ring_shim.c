@@ -12,7 +12,8 @@
 //   no_wait      io_uring_enter takes requests and refuses to wait for them
 //   no_register  io_uring_register is refused with the error numbered $RING_AFTER, or with ENOMEM
 // The environment is read at every call, so a test may switch modes as it goes.  `ring_flying()` is how many requests
-// were under way when the last one was handed in, itself included; `ring_fixes()` how often buffers were to be fixed.
+// were under way when the last one was handed in, itself included; `ring_first()` how many the first call handed in;
+// `ring_fixes()` how often buffers were to be fixed.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -29,12 +30,13 @@ static struct {
   unsigned char *requests, *queues;
   unsigned entries, taken, done_at;
 } rings[RINGS];
-static long spoiled, calls, flying, fixes;
+static long spoiled, calls, flying, first, fixes;
 
 long ring_spoiled(void) { return spoiled; }
 long ring_flying(void) { return flying; }
+long ring_first(void) { return first; }
 long ring_fixes(void) { return fixes; }
-void ring_reset(void) { spoiled = calls = fixes = 0; }
+void ring_reset(void) { spoiled = calls = first = fixes = 0; }
 
 static int mode_is(const char *name) {
   const char *mode = getenv("RING_MODE");
@@ -93,6 +95,7 @@ static void spoil(int fd, unsigned count) {
 static void count(int fd, unsigned queued) {
   unsigned done = __atomic_load_n((unsigned *)(rings[fd].queues + rings[fd].done_at), __ATOMIC_ACQUIRE);
   if (queued) flying = rings[fd].taken + queued - done;
+  if (!first) first = queued;
 }
 
 long syscall(long number, ...) {

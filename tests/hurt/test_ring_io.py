@@ -105,7 +105,7 @@ def bad_rings(directory: Path) -> dict[str, Any]:
         bench.tier.close()
     with bad_ring("no_ring"):
         found["choice"] = choices(directory)
-    found["flying"] = flying_at_last(directory)
+    found["flying"], found["first"] = flying(directory)
     found["eio_stays"] = failing_drive(directory)
     found["left"] = os.listdir(directory)
     return found
@@ -132,15 +132,19 @@ def two_callers(bench: Bench) -> dict[str, Any]:
     return {"equal": equal}
 
 
-def flying_at_last(directory: Path) -> int:
-    """How many requests of the longest extent's read were under way with its last one."""
+def flying(directory: Path) -> tuple[int, int]:
+    """How many requests of the longest extent's read were under way with its last one, and how many of its write were
+    handed in by the first call."""
     bench = Bench(directory)
     bench.round_trip(0)
     with bad_ring("") as library:
         bench.tier.read(bench.extents[-1], bench.buffer)
-        flying = library.ring_flying()
+        at_last = library.ring_flying()
+    with bad_ring("") as library:
+        bench.tier.write(bench.extents[-1], bench.buffer)
+        at_first = library.ring_first()
     bench.tier.close()
-    return int(flying)
+    return int(at_last), int(at_first)
 
 
 def failing_drive(directory: Path) -> dict[str, Any]:
@@ -218,6 +222,10 @@ def test_a_ring_refused_at_the_start_is_dropped_with_its_reason(found: Any) -> N
 
 def test_the_last_request_of_a_checked_read_goes_alone(found: Any) -> None:
     assert found["flying"] == 1  # sums of others under way with it would have nothing to run beside
+
+
+def test_a_checked_write_has_its_requests_under_way_before_it_sums_any(found: Any) -> None:
+    assert found["first"] == 3  # the depth
 
 
 def forbid(*numbers: int) -> None:
