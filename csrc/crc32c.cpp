@@ -17,7 +17,7 @@ constexpr uint32_t kPolynomial = 0x82f63b78u;
 constexpr size_t kStrands[2] = {8192, 2048};
 constexpr size_t kFold = 256; // bytes that are folded onto the next as many
 // How far ahead bytes are fetched as such that are needed once: they then do not go through the cache that all cores
-// (and the copies of a hypervisor) share.  Sums beside a write cost a third less of its rate, and no more time.
+// (and the copies of a hypervisor) share: sums beside a write take 2.5 to 4.8 % off its rate instead of 4.3 to 6.3.
 constexpr size_t kAhead = 8192;
 
 // x^exponent modulo the polynomial, as a factor for a product without carry of 64 bits: bit 63 - d is that of x^d.
