@@ -261,7 +261,8 @@ def disk_picture() -> str:
     moving, summing = COLOURS["weights"], COLOURS["state and update"]
     num_requests, depth, start, each, sums = 12, 4, 150, 52, 15
     ends = [start + each * (i + 1.6) for i in range(num_requests)]
-    beside = [max(0, min(depth - 1, 3 * (num_requests - i) - 4)) for i in range(num_requests)]  # as csrc/io_uring.cpp has it
+    left = [num_requests - i for i in range(num_requests)]
+    beside = [max(0, min(depth - 1, 3 * n - 4)) for n in left]  # as csrc/io_uring.cpp has it
     begins = [ends[i - beside[i] - 1] + 4 if i > beside[i] else start + 4.0 * i for i in range(num_requests)]
     parts = [text(20, 24, "one call: read 48 MiB into a slot, four requests of 4 MiB under way", 14, bold=True)]
     for way in range(depth):
@@ -274,7 +275,7 @@ def disk_picture() -> str:
         text(20, 194, "caller: sums", 12),
         text(start, 230, "a request that ends is replaced first and summed then, so the drive never waits for a sum;",
              12, FAINT),
-        text(start, 248, "of what is left at most three quarters are under way: on any drive only the last sum stands alone.",
+        text(start, 248, "of what is left at most three quarters are under way, so only the last sum stands alone.",
              12, FAINT),
     ]  # fmt: skip
     return picture(900, 266, parts)
