@@ -14,7 +14,7 @@ from functools import cached_property
 
 from offloadz.plan.alike import once
 from offloadz.plan.beside import SharedLane, SharedLanes
-from offloadz.plan.footprint import Batch, saved_bytes
+from offloadz.plan.footprint import HEAD_CHUNK_TOKENS, Batch, saved_bytes
 from offloadz.plan.left import GRAPH, PRODUCTS, left_by
 from offloadz.plan.machine import Machine
 from offloadz.plan.ops import LANES, Op, Program
@@ -23,7 +23,7 @@ from offloadz.plan.placement import Placement, accumulates
 from offloadz.plan.products import again_bytes, product_token_bytes
 from offloadz.plan.recipes import Recipe
 from offloadz.plan.shared import Sharing, shared_s
-from offloadz.plan.spec import ITEM_BYTES, PART_ELEMENTS, PIECE_BYTES, ModelSpec, aligned
+from offloadz.plan.spec import ITEM_BYTES, PART_ELEMENTS, PIECE_BYTES, ModelSpec, Unit, aligned
 from offloadz.plan.steps import Backward, Finish, Forward, Owed, Phase, Turn
 from offloadz.plan.timeline import Timeline, from_virtual
 from offloadz.plan.unread import unread_elements
@@ -42,6 +42,12 @@ PART_BYTES = 2 * PART_ELEMENTS
 NET_RATE = 1.0e9
 """Bytes/s that come to a rank from the others of its machine, gloo over the loopback device (typical, unverified); with
 GPUs their bus."""
+
+LOGITS_BYTES = {"forward": 4 * 7, "backward": 4 * 11}
+"""Bytes that a float32 logit moves through memory beside what its products read: forward it is written, read for the
+highest, twice each for the difference and its exponential, and for the sum; backward the difference, its exponential
+and the gradient are made likewise, put in their place (zeros and a copy), and read by both products.  On a CPU with
+slow exponentials it takes longer."""
 
 CORES_SHARE = 0.8
 """A lane that has this share of the work of all cores is what keeps them busy."""
@@ -200,24 +206,43 @@ class Costs:
     def device_s(self, op: Op) -> float:
         """Seconds of a computation: 2 flop per weight and token forward, 6 in a backward that recomputes first (its
         forward but for a last product that nobody reads, the gradients of inputs and of weights), 4 in one through a
-        kept graph, or through one whose products were kept, with what lies between them as it goes through memory."""
+        kept graph, or through one whose products were kept, with what lies between them as it goes through memory; of
+        a head, which takes a chunk of tokens at a time, with what becomes of its logits."""
         if op.verb not in ("forward", "backward") or op.unit < 0:
             return op.nbytes * 4 / self.fast
         tokens = self.batch.tokens_per_micro
         kind = self.spec.seats[op.seat].kind
         elements = 0 if kind == "module" else op.nbytes
-        attention = self.batch.length * self.spec.hidden_size * 2 if kind == "block" else 0
+        attention = self.batch.length * attended_size(self.spec) * 2 if kind == "block" else 0
         passes = 1.0 if op.verb == "forward" else (3.0 if self.spec.units[op.unit].trainable else 2.0)
-        left, again = _left(op), 0.0
+        left = _left(op)
         multiplied = passes * (elements + attention)
         if op.verb == "backward":
             spared = 1.0 if left == GRAPH else self.spared + self.made * (left == PRODUCTS)
             unread = 0 if self.placement.opaque else unread_elements(self.spec)[op.unit]
             multiplied -= spared * (elements + attention) + (1.0 - spared) * unread
-        if left == PRODUCTS:
-            again = self.made * again_bytes(self.spec, op.seat, self.placement, self.batch)
-        uses = max(1.0, tokens / DEVICE_TOKENS)
-        return 2.0 * multiplied * (tokens * self.token_s + uses * self.pass_s) + tokens * again / self.fast
+        uses = max(1.0, tokens / (HEAD_CHUNK_TOKENS if kind == "head" else DEVICE_TOKENS))
+        product_s = tokens * self.token_s + uses * self.pass_s
+        return 2.0 * multiplied * product_s + tokens * self._between(op, kind, left) / self.fast
+
+    def _between(self, op: Op, kind: str, left: str) -> float:
+        """Bytes through memory, for one token, beside products: of logits, and of what is made again between those
+        that were kept."""
+        if kind == "head":
+            return LOGITS_BYTES[op.verb] * num_words(self.spec.units[op.unit])
+        if left != PRODUCTS:
+            return 0.0
+        return self.made * again_bytes(self.spec, op.seat, self.placement, self.batch)
+
+
+def attended_size(spec: ModelSpec) -> int:
+    """Elements of a token that attention compares, and mixes: those of all heads, which may be more than it has."""
+    return spec.num_heads * spec.head_size or spec.hidden_size
+
+
+def num_words(tile: Unit) -> int:
+    """Logits of a token against a tile."""
+    return sum(member.shape[0] for member in tile.sections[0].members)
 
 
 def _left(op: Op) -> str:

@@ -18,10 +18,14 @@ from math import prod
 from typing import Any
 
 from offloadz.plan.errors import ConfigError
-from offloadz.plan.spec import ITEM_BYTES, Member, ModelSpec, Seat, Section, Unit
+from offloadz.plan.spec import ITEM_BYTES, Member, ModelSpec, Seat, Section, Unit, aligned
 
 MIN_TILE_ELEMENTS = 1 << 20
 MAX_TILE_ELEMENTS = 1 << 24
+
+TILE_ROWS = 16
+"""Tiles have multiples of so many rows, so that a token's float32 logits fill whole cache lines: a product that writes
+rows which do not is a third slower (8,457 words of 640, 512 tokens: 116 Gflop/s, 8,456: 168)."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +114,8 @@ def tile_elements(largest_block: int) -> int:
 
 
 def config_sizes(config: Mapping[str, Any]) -> dict[str, int]:
-    """`hidden_size, intermediate_size, vocab_size, num_heads` of a transformers configuration; 0 where it has none."""
+    """`hidden_size, intermediate_size, vocab_size, num_heads, head_size` of a transformers configuration; 0 where it
+    has none."""
     text = config.get("text_config")
     facts = text if isinstance(text, Mapping) else config
 
@@ -123,6 +128,7 @@ def config_sizes(config: Mapping[str, Any]) -> dict[str, int]:
         "intermediate_size": first("intermediate_size", "n_inner", "ffn_dim", "d_ff") or 4 * hidden,
         "vocab_size": first("vocab_size"),
         "num_heads": first("num_attention_heads", "n_head", "num_heads"),
+        "head_size": first("head_dim", "d_kv"),
     }
 
 
@@ -207,14 +213,15 @@ def _sections(params: Sequence[ParamInfo]) -> tuple[Section, ...]:
 
 
 def _tiles(param: ParamInfo, bias: ParamInfo | None, most: int) -> list[Unit]:
-    """A table cut into tiles of whole rows of nearly equal number, `most` elements at most (one row at least).
+    """A table cut into tiles of whole rows of nearly equal number, multiples of `TILE_ROWS` where that adds no tile;
+    `most` elements at most (one row at least).
 
     A bias is cut alike and lies in a section of its own, so that the parts of the first are whole rows.
     """
     rows, width = param.shape
-    per_tile = max(1, most // width)
-    num_tiles = -(-rows // per_tile)
-    per_tile = -(-rows // num_tiles)
+    most_rows = max(1, most // width)
+    num_tiles = -(-rows // most_rows)
+    per_tile = min(aligned(-(-rows // num_tiles), TILE_ROWS), most_rows)
     units = []
     for first in range(0, rows, per_tile):
         last = min(first + per_tile, rows)
@@ -248,5 +255,5 @@ def _number(seats: dict[str, tuple[str, list[Unit]]], dtype: str, sizes: dict[st
         out.append(Seat(name, kind, tuple(numbers[u.name] for u in used)))
     return ModelSpec(
         tuple(units), tuple(out), dtype, sizes["hidden_size"], sizes["intermediate_size"], sizes["vocab_size"],
-        sizes["num_heads"],
+        sizes["num_heads"], sizes["head_size"],
     )  # fmt: skip

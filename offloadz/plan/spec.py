@@ -320,6 +320,8 @@ class ModelSpec:
     intermediate_size: int = 0
     vocab_size: int = 0
     num_heads: int = 0
+    head_size: int = 0
+    """Elements of a query's head, where the configuration tells it."""
     recipe: Recipe = EXACT
     """How the optimizer's state is stored, in every unit."""
     share: Share = ALONE
