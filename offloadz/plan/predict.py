@@ -49,6 +49,10 @@ highest, twice each for the difference and its exponential, and for the sum; bac
 and the gradient are made likewise, put in their place (zeros and a copy), and read by both products.  On a CPU with
 slow exponentials it takes longer."""
 
+ATTENTION_BACK = 2.5
+"""Products of attention's backward for each of its forward, which makes scores and mixes by them: scores again, and
+four gradients."""
+
 CORES_SHARE = 0.8
 """A lane that has this share of the work of all cores is what keeps them busy."""
 
@@ -214,10 +218,9 @@ class Costs:
         kind = self.spec.seats[op.seat].kind
         elements = 0 if kind == "module" else op.nbytes
         attention = self.batch.length * attended_size(self.spec) * 2 if kind == "block" else 0
-        passes = 1.0 if op.verb == "forward" else (3.0 if self.spec.units[op.unit].trainable else 2.0)
-        left = _left(op)
-        multiplied = passes * (elements + attention)
+        left, multiplied = _left(op), 1.0 * elements + attention
         if op.verb == "backward":
+            multiplied += (1.0 + self.spec.units[op.unit].trainable) * elements + ATTENTION_BACK * attention
             spared = 1.0 if left == GRAPH else self.spared + self.made * (left == PRODUCTS)
             unread = 0 if self.placement.opaque else unread_elements(self.spec)[op.unit]
             multiplied -= spared * (elements + attention) + (1.0 - spared) * unread

@@ -21,7 +21,7 @@ import offloadz
 from offloadz.plan.footprint import HEAD_CHUNK_TOKENS, Batch
 from offloadz.plan.machine import Machine
 from offloadz.plan.placement import Placement
-from offloadz.plan.predict import LOGITS_BYTES, Costs, predict
+from offloadz.plan.predict import ATTENTION_BACK, LOGITS_BYTES, Costs, predict
 from offloadz.plan.shapes import ParamInfo, TableInfo, make_spec
 from offloadz.plan.spec import ModelSpec
 
@@ -83,9 +83,9 @@ def test_attention_is_as_wide_as_its_heads() -> None:
     tokens, width = 512, 640
     plain, wide = (seconds(model(1024, width, size), tokens, "block") for size in (0, 256))
     elements = 4 * width * width
-    for verb in plain:
-        told = (elements + 2 * tokens * 4 * 256) / (elements + 2 * tokens * width)
-        assert wide[verb] / plain[verb] == pytest.approx(told)
+    for verb, products, again in (("forward", 1, 1.0), ("backward", 2, ATTENTION_BACK)):
+        told = [products * elements + again * 2 * tokens * size for size in (4 * 256, width)]
+        assert wide[verb] / plain[verb] == pytest.approx(told[0] / told[1])
 
 
 class Logits(TorchDispatchMode):
