@@ -25,7 +25,7 @@ from offloadz.plan.shapes import (
     make_spec,
     tile_elements,
 )
-from offloadz.plan.spec import ModelSpec
+from offloadz.plan.spec import LINE_BYTES, ModelSpec
 
 TINY = {
     "vocab_size": 211,
@@ -108,7 +108,7 @@ def test_logits_of_a_262k_vocabulary_are_whole_lines_in_every_tile() -> None:
     params, head = [*block, ParamInfo("head.weight", (262_144, 640))], TableInfo("head", "head.weight")
     spec = make_spec(params, ["layers.0"], [], [head], dtype="bfloat16")
     rows = [spec.units[u].sections[0].members[0].shape[0] for u in spec.seats[-1].units]
-    assert len(rows) == 31 and sum(rows) == 262_144 and not any(n % TILE_ROWS for n in rows)
+    assert len(rows) == 31 and sum(rows) == 262_144 and not any(4 * n % LINE_BYTES for n in rows)
 
 
 def test_tile_bound_follows_the_largest_block() -> None:
