@@ -11,7 +11,7 @@ using namespace offloadz;
 #define OZ_API extern "C" __attribute__((visibility("default")))
 
 OZ_API int oz_abi_version() {
-  return 1;
+  return 2;
 }
 
 OZ_API const char *oz_isa() {
@@ -26,9 +26,8 @@ OZ_API int oz_isa_supported(int level) {
   return isa_supported(level);
 }
 
-OZ_API void oz_update(UpdateArgs *args, uint64_t seed, int64_t step, int num_threads) {
-  set_keys(*args, seed, step);
-  update(*args, num_threads);
+OZ_API void oz_update(UpdateArgs *const *spans, int64_t num_spans, int num_threads) {
+  update(spans, num_spans, num_threads);
 }
 
 OZ_API int64_t oz_quant_block() {

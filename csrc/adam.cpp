@@ -1,7 +1,8 @@
-// Which instruction set is in use, and the update cut into tiles for a team of threads.
+// Which instruction set is in use, and updates cut into tiles for a team of threads.
 #include "kernels.h"
 #include "floats.h"
 #include "pool.h"
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <new>
@@ -54,6 +55,10 @@ int select_isa(const char *name) {
 
 constexpr int64_t kTile = 32768; // elements: some ten microseconds, so no thread waits longer for the last one
 
+static int64_t tiles_of(int64_t count) {
+  return (count + kTile - 1) / kTile;
+}
+
 // The tiles that a thread still has to do, one after the other.  A thread walks its own stretch of the arrays: where
 // neighbouring tiles went to different threads, each began on lines that the other's processor had fetched ahead.
 struct alignas(64) Strand {
@@ -75,30 +80,41 @@ struct alignas(64) Strand {
   }
 };
 
+// The tiles of all spans, numbered through.
 struct Tiles {
-  const UpdateArgs &args;
+  UpdateArgs *const *spans;
+  int64_t num_spans;
   int num_strands;
   Strand strands[kMaxThreads] = {};
 };
 
-static void update_strand(const UpdateArgs &args, Strand &own) {
+// The last span that begins at or before a tile: one of no elements has none, and the next begins where it does.
+static const UpdateArgs &span_of(const Tiles &tiles, int64_t tile) {
+  UpdateArgs *const *behind =
+      std::upper_bound(tiles.spans, tiles.spans + tiles.num_spans, tile,
+                       [](int64_t wanted, const UpdateArgs *span) { return wanted < span->first_tile; });
+  return *behind[-1];
+}
+
+static void update_strand(const Tiles &tiles, Strand &own) {
   uint64_t tile, next;
   while (own.take(false, tile, next)) {
-    const int64_t begin = int64_t(tile) * kTile, end = begin + kTile;
-    kernels().update(args, begin, end < args.count ? end : args.count);
+    const UpdateArgs &span = span_of(tiles, int64_t(tile));
+    const int64_t begin = (int64_t(tile) - span.first_tile) * kTile;
+    kernels().update(span, begin, std::min(begin + kTile, span.count));
   }
 }
 
-// Part `index` of an update: a strand of tiles, then halves of what others have left.
+// Part `index` of the work: a strand of tiles, then halves of what others have left.
 static bool update_part(void *arg, int64_t index) {
   Tiles &tiles = *static_cast<Tiles *>(arg);
   PlainFloats plain;
-  update_strand(tiles.args, tiles.strands[index]);
+  update_strand(tiles, tiles.strands[index]);
   for (int i = 1; i < tiles.num_strands; ++i) {
     uint64_t begin, end;
     while (tiles.strands[(index + i) % tiles.num_strands].take(true, begin, end)) {
       tiles.strands[index].rest.store(Strand::range(begin, end), std::memory_order_relaxed);
-      update_strand(tiles.args, tiles.strands[index]);
+      update_strand(tiles, tiles.strands[index]);
     }
   }
   return true;
@@ -110,22 +126,27 @@ static uint64_t mixed(uint64_t x) { // the finaliser of SplitMix64 (Steele, Lea 
   return x ^ (x >> 31);
 }
 
-void set_keys(UpdateArgs &args, uint64_t seed, int64_t step) {
-  uint64_t a = mixed(mixed(seed + 0x9e3779b97f4a7c15u) + uint64_t(step) * 0x9e3779b97f4a7c15u);
+static void set_keys(UpdateArgs &args) {
+  const uint64_t a = mixed(mixed(args.seed + 0x9e3779b97f4a7c15u) + uint64_t(args.step) * 0x9e3779b97f4a7c15u);
   args.keys[0] = uint32_t(a);
   args.keys[1] = uint32_t(a >> 32);
-  args.keys[2] = uint32_t(mixed(a + 0x9e3779b97f4a7c15u));
 }
 
-constexpr int64_t kWatchNs = 100000; // longer than Python takes from one part to the next
+constexpr int64_t kWatchNs = 100000; // longer than Python takes from one call to the next
 
-void update(const UpdateArgs &args, int num_threads) {
+void update(UpdateArgs *const *spans, int64_t num_spans, int num_threads) {
   // Never destroyed: threads that sleep at the end of the process must not be waited for.
   static Pool *team = new (std::nothrow) Pool(kWatchNs);
-  const int64_t num_tiles = (args.count + kTile - 1) / kTile;
-  if (num_threads > num_tiles) num_threads = int(num_tiles);
+  int64_t num_tiles = 0, num_elements = 0;
+  for (int64_t i = 0; i < num_spans; ++i) {
+    set_keys(*spans[i]);
+    spans[i]->first_tile = num_tiles;
+    num_tiles += tiles_of(spans[i]->count);
+    num_elements += spans[i]->count;
+  }
+  num_threads = int(std::min<int64_t>(num_threads, tiles_of(num_elements))); // a thread for a few elements costs more
   if (!team || num_threads < 1) num_threads = 1;
-  Tiles tiles{args, num_threads};
+  Tiles tiles{spans, num_spans, num_threads};
   for (int i = 0; i < num_threads; ++i)
     tiles.strands[i].rest =
         Strand::range(uint64_t(num_tiles * i / num_threads), uint64_t(num_tiles * (i + 1) / num_threads));

@@ -31,8 +31,8 @@ static inline uint32_t random_bits(const UpdateArgs &a, uint32_t place) {
   return place & 4u ? x * kPartner : x;
 }
 
-static inline uint32_t weight_bits(const UpdateArgs &a, uint32_t random) {
-  return ((random ^ a.keys[2]) * kSpread) >> 16;
+static inline uint32_t weight_bits(uint32_t random) {
+  return (random * kSpread) >> 16;
 }
 
 // Sixteen random bits below the half that stays: up with exactly the chance that keeps the mean.

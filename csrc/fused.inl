@@ -76,9 +76,12 @@ static inline void moment_pairs(const UpdateArgs &a, Floats m[2], Floats v[2], F
     m[j] = m[j] * fade.m, v[j] = v[j] * fade.v;
 }
 
-template <bool kHalves, bool kDecoupled> static inline void grad_pair(const UpdateArgs &a, Floats g[2], int64_t at) {
+// On their way into rounded moments gradients get their scale later: see [Note: factors put together].
+template <bool kHalves, bool kDecoupled, bool kRounded>
+static inline void grad_pair(const UpdateArgs &a, Floats g[2], int64_t at) {
   Floats p[2];
   widen_pair(g, static_cast<const uint16_t *>(a.grad) + at);
+  if (kRounded && kDecoupled) return;
   if (!kDecoupled) weight_pair<kHalves>(p, a, at);
   for (int j = 0; j < 2; ++j) {
     g[j] = g[j] * a.grad_scale;
@@ -93,12 +96,13 @@ static inline void take_in(const UpdateArgs &a, Moments &b, int64_t begin) {
   Words most_m = {}, most_v = {};
   for (int k = 0; k < kSteps; k += 2) {
     Floats g[2], m[2], v[2];
-    grad_pair<kHalves, kDecoupled>(a, g, begin + k * kLanes);
+    grad_pair<kHalves, kDecoupled, true>(a, g, begin + k * kLanes);
     moment_pairs<kMoments>(a, m, v, fade, begin + k * kLanes);
     for (int j = 0; j < 2; ++j) {
-      b.m[k + j] = m[j] = m[j] + a.one_minus_beta1 * g[j];
-      b.v[k + j] = v[j] = v[j] + (a.one_minus_beta2 * g[j]) * g[j];
-      b.divisor[k + j] = root_of(v[j]) * a.inverse_root2 + a.eps;
+      const Floats root = a.into_second * g[j];
+      b.m[k + j] = m[j] = m[j] + a.into_first * g[j];
+      b.v[k + j] = v[j] = v[j] + root * root;
+      b.divisor[k + j] = root_of(v[j]) + a.root_eps;
       most_m = larger(most_m, words_of(m[j]) & 0x7fffffffu);
       most_v = larger(most_v, words_of(v[j]));
     }
@@ -126,9 +130,9 @@ static inline void move_weights(const UpdateArgs &a, const Moments &b, const Wor
   weight_pair<kHalves>(p, a, at);
   for (int j = 0; j < 2; ++j) {
     if (kDecoupled) p[j] = p[j] * a.keep;
-    p[j] = p[j] + (a.minus_step_size * b.m[k + j]) / b.divisor[k + j];
+    p[j] = p[j] + (a.root_step * b.m[k + j]) / b.divisor[k + j];
     bits[j] = words_of(p[j]);
-    if (!kHalves) bits[j] = bits[j] + (((random[j] ^ a.keys[2]) * kSpread) >> 16);
+    if (!kHalves) bits[j] = bits[j] + ((random[j] * kSpread) >> 16);
   }
   put_weights<kHalves>(a, bits, at);
 }
@@ -238,7 +242,7 @@ template <bool kDecoupled> static void exact_loop(const UpdateArgs &args, int64_
     ask_ahead(a, at + kAhead);
     Floats g[2], p[2], m[2], v[2];
     Words bits[2];
-    grad_pair<true, kDecoupled>(a, g, at);
+    grad_pair<true, kDecoupled, false>(a, g, at);
     weight_pair<true>(p, a, at);
     floats_at(m, first + at);
     floats_at(v, second + at);

@@ -16,23 +16,14 @@ enum Rule : int32_t { kAdam, kLion, kSgd };
 enum WeightFormat : int32_t { kWhole, kSplit, kAlone }; // float32; bfloat16 with its low half; bfloat16 without
 enum MomentFormat : int32_t { kFp32, kBf16, kCodes };
 
-// One update of a span of elements.  All constants are formed in double and rounded once, as torch does with scalars.
-struct UpdateArgs {
-  void *weight;
-  uint16_t *low;    // kSplit: the low half of the master
-  void *moments[2]; // Adam: first and second; Lion, SGD with momentum: one
-  float *scales[2]; // kCodes: one per kQuant elements, counted from the start of the span
-  const void *grad; // bfloat16 or float32
-  int64_t count;    // elements
-  int32_t rule;
-  int32_t weight_format;
-  int32_t moment_format;
-  int32_t num_moments;
-  int32_t grad_is_bf16; // else float32
-  int32_t decoupled;    // 1: the decay shrinks the weight, 0: it is added to the gradient
-  float grad_scale;     // multiplies the widened gradient first
-  float keep;           // 1 - lr * weight_decay
-  float decay;          // weight_decay
+// What a step does to a span.  All constants are formed in double and rounded once, as torch does with scalars.
+struct StepNumbers {
+  uint64_t seed; // of the random bits, with the step
+  int64_t step;
+  int32_t decoupled; // 1: the decay shrinks the weight, 0: it is added to the gradient
+  float grad_scale;  // multiplies the widened gradient first
+  float keep;        // 1 - lr * weight_decay
+  float decay;       // weight_decay
   float beta1;
   float one_minus_beta1;
   float beta2;
@@ -41,8 +32,29 @@ struct UpdateArgs {
   float eps;
   float minus_step_size; // Adam: -lr / (1 - beta1^step); the others: -lr
   float momentum;
-  uint32_t keys[3];       // of the random bits, see codec.inl
+  // Adam with rounded moments: see [Note: factors put together] in update.inl.
+  float into_first;  // (1 - beta1), times grad_scale if decoupled
+  float into_second; // sqrt(1 - beta2), times grad_scale if decoupled
+  float root_eps;    // eps * sqrt(1 - beta2^step)
+  float root_step;   // minus_step_size * sqrt(1 - beta2^step)
+};
+
+// One update of a span of elements; _UpdateArgs in offloadz/runtime/native_adam.py is the same.
+struct UpdateArgs : StepNumbers {
+  void *weight;
+  uint16_t *low;      // kSplit: the low half of the master
+  void *moments[2];   // Adam: first and second; Lion, SGD with momentum: one
+  float *scales[2];   // kCodes: one per kQuant elements, counted from the start of the span
+  const void *grad;   // bfloat16 or float32
+  int64_t count;      // elements
+  int64_t first_tile; // set by update(): tiles of the spans before
+  int32_t rule;
+  int32_t weight_format;
+  int32_t moment_format;
+  int32_t num_moments;
+  int32_t grad_is_bf16;   // else float32
   uint32_t first_element; // of the span within its parameter; the counter goes round after 2^32
+  uint32_t keys[2];       // set by update(): of the random bits, see codec.inl
 };
 
 struct Kernels {
@@ -71,10 +83,8 @@ const Kernels &kernels();
 int select_isa(const char *name);
 bool isa_supported(int level); // 0 baseline, 1 avx2, 2 avx512
 
-// Forms the keys of the random bits from the run's seed and the step.
-void set_keys(UpdateArgs &args, uint64_t seed, int64_t step);
-
-// Runs the whole update on `num_threads` threads, the caller's included.  The result does not depend on their number.
-void update(const UpdateArgs &args, int num_threads);
+// Runs the updates of all spans, which share no memory, as one piece of work for `num_threads` threads, the caller's
+// included.  The result depends neither on their number nor on which spans are updated together.
+void update(UpdateArgs *const *spans, int64_t num_spans, int num_threads);
 
 } // namespace offloadz

@@ -2,6 +2,12 @@
 // Included by kernels.inl, after codec.inl.  The formats that are used most have loops of their own (adam_loop in
 // kernels.inl, fused.inl); where those exist, this is their twin with equal bits.
 
+// [Note: factors put together] With moments that are rounded at random, Adam need not have torch's roundings: where two
+// constants meet they are one.  A gradient that no decay is added to keeps its scale out of the loop: it is in the
+// factors by which the gradient enters the moments, for the second as a root, so that it is squared with the gradient
+// and stays in range.  The second correction moves from the root to eps and the step (Kingma and Ba 2015, the end of
+// section 2).
+
 struct Block {
   float weight[kQuant], grad[kQuant], moment[2][kQuant];
   uint32_t random[kQuant], up[kQuant];
@@ -18,12 +24,13 @@ static void load_block(const UpdateArgs &a, Block &b, int64_t begin, int64_t cou
   else
     for (int64_t i = 0; i < count; ++i)
       b.weight[i] = static_cast<const float *>(a.weight)[begin + i];
+  const float scale = a.rule == kAdam && a.moment_format != kFp32 && a.decoupled ? 1.0f : a.grad_scale;
   if (a.grad_is_bf16)
     for (int64_t i = 0; i < count; ++i)
-      b.grad[i] = load_grad(static_cast<const uint16_t *>(a.grad), begin + i) * a.grad_scale;
+      b.grad[i] = load_grad(static_cast<const uint16_t *>(a.grad), begin + i) * scale;
   else
     for (int64_t i = 0; i < count; ++i)
-      b.grad[i] = load_grad(static_cast<const float *>(a.grad), begin + i) * a.grad_scale;
+      b.grad[i] = load_grad(static_cast<const float *>(a.grad), begin + i) * scale;
 }
 
 // Rounded moments of Adam come multiplied by their beta, within the scale if they have one.
@@ -69,7 +76,7 @@ static void store_weight(const UpdateArgs &a, const Block &b, int64_t begin, int
     split_master(high, a.low + begin, reinterpret_cast<const uint32_t *>(b.weight), count);
   else if (a.weight_format == kAlone)
     for (int64_t i = 0; i < count; ++i)
-      high[i] = at_random(b.weight[i], weight_bits(a, b.random[i]));
+      high[i] = at_random(b.weight[i], weight_bits(b.random[i]));
   else
     __builtin_memcpy(static_cast<float *>(a.weight) + begin, b.weight, size_t(count) * sizeof(float));
 }
@@ -84,18 +91,29 @@ static void decay_block(const UpdateArgs &a, Block &b, int64_t count) {
       b.grad[i] = b.grad[i] + a.decay * b.weight[i];
 }
 
-// Kingma and Ba 2015, algorithm 1; with float32 moments as adam_loop, others are faded already.
-template <bool kExact> static void adam_block(const UpdateArgs &a, Block &b, int64_t count) {
+// Kingma and Ba 2015, algorithm 1; with float32 moments as adam_loop.
+static void adam_block(const UpdateArgs &a, Block &b, int64_t count) {
   float *__restrict p = b.weight, *__restrict m = b.moment[0], *__restrict v = b.moment[1];
   const float *__restrict g = b.grad;
   const float w1 = a.one_minus_beta1, far1 = 1.0f - w1, w2 = a.one_minus_beta2;
   const bool far = w1 >= 0.5f;
   for (int64_t i = 0; i < count; ++i) {
-    float lerp = far ? g[i] - (g[i] - m[i]) * far1 : m[i] + w1 * (g[i] - m[i]);
-    m[i] = kExact ? lerp : m[i] + w1 * g[i];
-    v[i] = (kExact ? v[i] * a.beta2 : v[i]) + (w2 * g[i]) * g[i];
+    m[i] = far ? g[i] - (g[i] - m[i]) * far1 : m[i] + w1 * (g[i] - m[i]);
+    v[i] = v[i] * a.beta2 + (w2 * g[i]) * g[i];
     float denom = __builtin_sqrtf(v[i]) * a.inverse_root2 + a.eps;
     p[i] = p[i] + (a.minus_step_size * m[i]) / denom;
+  }
+}
+
+// The same with rounded moments, which are faded already.
+static void rounded_block(const UpdateArgs &a, Block &b, int64_t count) {
+  float *__restrict p = b.weight, *__restrict m = b.moment[0], *__restrict v = b.moment[1];
+  const float *__restrict g = b.grad;
+  for (int64_t i = 0; i < count; ++i) {
+    const float root = a.into_second * g[i];
+    m[i] = m[i] + a.into_first * g[i];
+    v[i] = v[i] + root * root;
+    p[i] = p[i] + (a.root_step * m[i]) / (__builtin_sqrtf(v[i]) + a.root_eps);
   }
 }
 
@@ -127,7 +145,7 @@ static void sgd_block(const UpdateArgs &a, Block &b, int64_t count) {
 static void move_block(const UpdateArgs &a, Block &b, int64_t count) {
   decay_block(a, b, count);
   if (a.rule == kAdam)
-    (a.moment_format == kFp32 ? adam_block<true> : adam_block<false>)(a, b, count);
+    (a.moment_format == kFp32 ? adam_block : rounded_block)(a, b, count);
   else
     (a.rule == kLion ? lion_block : sgd_block)(a, b, count);
 }

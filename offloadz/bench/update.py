@@ -32,16 +32,16 @@ def state_bytes(parts: list[Part]) -> int:
 
 
 def update_step(parts: list[Part], grad: Tensor, weight: Tensor, state: Tensor, threads: int) -> Callable[[int], None]:
-    """An AdamW step over all parts, by its number; `state` has `state_bytes(parts)`, all zeros at first."""
-    updates = []
+    """An AdamW step over all parts, by its number, as one call; `state` has `state_bytes(parts)`, zeros at first."""
+    single = []
     for part in parts:
         at, views = slice(part.start, part.stop), state_views(part, state[: part.state_bytes])
-        updates.append(native.Update("adam", weight[at], views.low, views.moments, views.scales, grad[at]))
+        single.append(native.Update("adam", weight[at], views.low, views.moments, views.scales, grad[at]))
         state = state[aligned(part.state_bytes) :]
+    updates = native.Updates(single)
 
     def step(number: int) -> None:
-        for update in updates:
-            update.step(step=number, threads=threads, **HYPER)
+        updates.step([native.Numbers("adam", step=number, **HYPER)] * len(parts), threads)
 
     return step
 

@@ -14,15 +14,15 @@ from __future__ import annotations
 import logging
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any
 
 from offloadz.model.optimizer import RunOptimizer
 from offloadz.model.stage import Stage
 from offloadz.plan.errors import UpdateFailed
+from offloadz.runtime.native import Numbers
 
 log = logging.getLogger("offloadz")
 
-Due = dict[str, tuple[dict[str, Any], ...]]
+Due = dict[str, Numbers]
 
 WINDOW = 32
 """Decided steps that tell how often clipping fires."""
@@ -40,7 +40,6 @@ class Arrivals:
 
     stage: Stage
     optimizer: RunOptimizer
-    threads: int
     free: bool = False
     applied: set[str] = field(default_factory=set)
     """Parameters whose update of this step has begun in place."""
@@ -61,12 +60,12 @@ class Arrivals:
         """The gradient of a unit has come: lay the settings of its parameters ready, as they are in this step; none for
         those that it does not train, of which a clipped step before may have left some."""
         session = self.stage.session
-        self._step = self._step or self.optimizer.settings(session.steps, 1.0, self.threads)
+        self._step = self._step or self.optimizer.numbers(session.steps, 1.0)
         members = {m.name for s in session.spec.units[unit].sections if s.trainable for m in s.members}
         touched = set().union(*session.room.ranks.each(sorted(members & self.stage.touched)))
         new = {name: self._step[name] for name in touched - self.begun.keys()}
         self.begun |= new
-        session.room.due |= {name: self.begun.get(name, ()) for name in members}
+        session.room.due |= {name: self.begun.get(name) for name in members}
         if session.placement.commit == "in_place":
             session.steps |= {name: session.steps.get(name, 0) + 1 for name in new}
             self.applied |= new.keys()
@@ -75,7 +74,7 @@ class Arrivals:
         """The step's updates are to be called with `due`: whether the spares hold just that.  Ends the step."""
         taken = self.stage.session.placement.commit == "shadow" and bool(due) and self.begun == due
         if self.free and due:
-            self._weigh(any(how["grad_scale"] != 1.0 for settings in due.values() for how in settings))
+            self._weigh(any(numbers.scales for numbers in due.values()))
         self.forget()
         return taken
 

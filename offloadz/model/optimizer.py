@@ -22,6 +22,7 @@ from torch import nn
 from offloadz.model.near import near_fields
 from offloadz.plan.errors import ConfigError
 from offloadz.plan.recipes import STATES, Recipe, recipe_of
+from offloadz.runtime.native import Numbers
 
 log = logging.getLogger("offloadz")
 
@@ -262,22 +263,19 @@ class RunOptimizer(torch.optim.Optimizer):
 
         load_state_dict(self.run, told)
 
-    def settings(
-        self, steps: Mapping[str, int], grad_scale: float, threads: int
-    ) -> dict[str, tuple[dict[str, Any], ...]]:
+    def numbers(self, steps: Mapping[str, int], grad_scale: float) -> dict[str, Numbers]:
         """What each parameter's next update is called with, by name: copied now, so that a schedule may move on."""
-        out: dict[str, tuple[dict[str, Any], ...]] = {}
+        out: dict[str, Numbers] = {}
         for group in self.param_groups:
             check_group(group, self.recipe)
-            beta1, beta2 = group.get("betas", (0.0, 0.0))
+            names, (beta1, beta2) = group["names"], group.get("betas", (0.0, 0.0))
             shared = {
                 "lr": float(group["lr"]), "beta1": float(beta1), "beta2": float(beta2),
                 "eps": float(group.get("eps", 0.0)), "weight_decay": float(group["weight_decay"]),
                 "momentum": float(group.get("momentum", 0.0)), "grad_scale": grad_scale, "decoupled": self.decoupled,
-                "threads": threads,
             }  # fmt: skip
-            for name in group["names"]:
-                out[name] = ({**shared, "step": steps.get(name, 0) + 1, "seed": self._seeds[name]},)
+            at = {step: Numbers(self.recipe.rule, step=step + 1, **shared) for step in {steps.get(n, 0) for n in names}}
+            out |= {name: at[steps.get(name, 0)].seeded(self._seeds[name]) for name in names}
         return out
 
 

@@ -91,8 +91,9 @@ class Run:
 
     def __post_init__(self) -> None:
         self._mark()
-        self._arrivals = Arrivals(self.stage, self.optimizer, self.threads, bool(self.plan.seldom_s))
+        self._arrivals = Arrivals(self.stage, self.optimizer, bool(self.plan.seldom_s))
         self.session.arrive = self._arrivals.take
+        self.session.room.threads = self.threads
 
     def step(self, batch: Batch, loss_fn: Callable[[nn.Module, Batch], Tensor] | None = None) -> Tensor:
         """One optimizer step on a batch; returns the loss (float64, no dimensions).
@@ -245,7 +246,7 @@ class Run:
         held = not (report.skipped or self._arrivals.applied)
         units = tuple(sorted(u for u in session.grads if session.spec.units[u].trainable)) if held else ()
         scale = min(1.0, self.max_grad_norm / (report.grad_norm + 1e-6)) if self.max_grad_norm > 0 and units else 1.0
-        due = self.optimizer.settings(session.steps, scale, self.threads)
+        due = self.optimizer.numbers(session.steps, scale)
         due = {name: how for name, how in due.items() if name in self.stage.touched} if units else {}
         for name in due:
             session.steps[name] = session.steps.get(name, 0) + 1

@@ -9,7 +9,7 @@ be fetched, and are read once instead of twice.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, pairwise
 
 from offloadz.plan.ops import Op
 from offloadz.plan.placement import Placement
@@ -98,9 +98,11 @@ class Upkeep:
             whole = held or self.carry("w", ("disk", "host"), unit, owner.weight_bytes)
             self.in_slot(unit, whole, slot=slot, spare=spare)
             return
-        for part in owner.trained_parts:
-            copy = held and self.copied("p", held, f"p{unit}.{part}@host", unit, part, owner.parts[part].weight_bytes)
-            self.update(unit, part, slot, spare=spare, weights=copy)
+        for first, *more in self.together(unit, slot):  # one by one where weights are on disk, as `held` are
+            copy = held and self.copied(
+                "p", held, f"p{unit}.{first}@host", unit, first, owner.parts[first].weight_bytes
+            )
+            self.update(unit, (first, *more), slot, spare=spare, weights=copy)
         if spare and routes.parameters != "disk":
             self.complete(unit)
         self.spread(unit, spare=spare)
@@ -136,8 +138,8 @@ class Upkeep:
             self.updated[unit] = self.carry("w", ("disk", "host"), unit, owner.weight_bytes)
             self.in_slot(unit, self.updated[unit], known=(NORM,))
             return
-        for part in owner.trained_parts:
-            self.update(unit, part, known=(NORM,))
+        for parts in self.together(unit):
+            self.update(unit, parts, known=(NORM,))
         self.spread(unit)
 
     def in_slot(
@@ -150,8 +152,8 @@ class Upkeep:
     ) -> None:
         """Update a unit in the host slot `whole` that has its weights, and put them back from there; see `update`."""
         owner = self.spec.units[unit]
-        for part in owner.trained_parts:
-            self.update(unit, part, slot, known, whole, spare)
+        for parts in self.together(unit, slot, whole=True):
+            self.update(unit, parts, slot, known, whole, spare)
         self.spread(unit, whole, spare=spare)
         # Behind all updates: a store of a part reads the slot that the next part's update writes.
         for part in owner.trained_parts:
@@ -190,39 +192,64 @@ class Upkeep:
         """Of the bytes of all shards, those that come over the net."""
         return nbytes * (self.placement.share.ranks - 1) // self.placement.share.ranks
 
+    def together(self, unit: int, slot: tuple[str, ...] = (), whole: bool = False) -> list[tuple[int, ...]]:
+        """The parts that are updated here, in one tuple those of one op: all, if none of what they need is brought part
+        by part.  `slot` as in `update`, `whole`: weights lie in the slot of their unit."""
+        parts, routes = self.spec.units[unit].trained_parts, self.placement
+        ways = [self.state_route(unit, k) for k in parts]
+        ways += [() if whole else routes.part_route, () if slot else routes.grad_part_route]
+        if parts and all(len(way) < 2 for way in ways):
+            return [parts]
+        return [(part,) for part in parts]
+
+    def state_route(self, unit: int, part: int) -> tuple[str, ...]:
+        """Tiers from the home of a part's state to its update; there may be nothing to bring (sgd without momentum)."""
+        return self.placement.state_route if self.spec.units[unit].parts[part].state_bytes else ("host",)
+
     def update(
         self,
         unit: int,
-        part: int,
+        parts: tuple[int, ...],
         slot: tuple[str, ...] = (),
         known: tuple[str, ...] = (),
         weights: tuple[str, ...] = (),
         spare: bool = False,
     ) -> None:
-        """Read a part's state, weights and gradient; update; write state and weights back, or to the spare.
+        """Read state, weights and gradients of some parts; update; write state and weights back, or to the spare.
 
         `slot`: where the whole unit's gradient lies, if it need not be brought, and `weights` likewise (those of a
-        whole unit are put back by the caller).  `known`: what is waited for besides.
+        whole unit are put back by the caller).  `known`: what is waited for besides.  The op reads of each part three
+        places: gradient, state, weights.
         """
-        owner, routes = self.spec.units[unit].parts[part], self.placement
-        state_route = routes.state_route if owner.state_bytes else ("host",)  # nothing to bring: sgd without momentum
-        moved = (("s", state_route, owner.state_bytes), ("p", routes.part_route, owner.weight_bytes))
-        brought = []
-        for kind, route, nbytes in moved:
+        owner, routes = self.spec.units[unit], self.placement
+        held = [self.operands(unit, part, weights, spare) for part in parts]
+        grads = [slot or self.carry("h", routes.grad_part_route, unit, owner.parts[k].weight_bytes, k) for k in parts]
+        reads = tuple(place for grad, own in zip(grads, held, strict=True) for place in (*grad, *own))
+        self.emit(
+            "cpu", "update.g" if slot else "update", reads=(*reads, *known), writes=tuple(chain.from_iterable(held)),
+            unit=unit, part=parts[0] if len(parts) == 1 else -1, nbytes=sum(owner.parts[k].num_elements for k in parts),
+        )  # fmt: skip
+        for part, own in zip(parts, held, strict=True):
+            for (kind, route, nbytes), place in zip(self.moved(unit, part), own, strict=True):
+                if len(route) > 1 and place != f"w{unit}@host":
+                    self.put_back(kind, (place,), route, unit, part, nbytes, spare)
+
+    def moved(self, unit: int, part: int) -> tuple[tuple[str, tuple[str, ...], int], ...]:
+        """Kind, route and bytes of what an update of a part writes."""
+        owner = self.spec.units[unit].parts[part]
+        state = ("s", self.state_route(unit, part), owner.state_bytes)
+        return state, ("p", self.placement.part_route, owner.weight_bytes)
+
+    def operands(self, unit: int, part: int, weights: tuple[str, ...], spare: bool) -> tuple[str, ...]:
+        """Bring a part's state and weights to where they are updated; returns the place of each."""
+        brought: list[str] = []
+        for kind, route, nbytes in self.moved(unit, part):
             places = weights if kind == "p" and weights else self.carry(kind, route, unit, nbytes, part)
             if spare and len(route) == 1 and nbytes:
                 name = self.home(kind, unit, "spare", part)[0]
                 places = self.copied(kind, places, name, unit, part, nbytes)
-            brought.append(places)
-        both = tuple(place for places in brought for place in places)
-        grad = slot or self.carry("h", routes.grad_part_route, unit, owner.weight_bytes, part)
-        verb = "update.g" if slot else "update"
-        self.emit(
-            "cpu", verb, reads=(*grad, *both, *known), writes=both, unit=unit, part=part, nbytes=owner.num_elements
-        )
-        for (kind, route, nbytes), places in zip(moved, brought, strict=True):
-            if len(route) > 1 and places != (f"w{unit}@host",):
-                self.put_back(kind, places, route, unit, part, nbytes, spare)
+            brought += places
+        return tuple(brought)
 
     def copied(
         self, kind: str, places: tuple[str, ...], target: str, unit: int, part: int, nbytes: int,

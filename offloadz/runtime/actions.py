@@ -199,10 +199,9 @@ def input_bytes(room: Room, op: Op) -> int:
 
 
 def update(room: Room, op: Op) -> None:
-    """One optimizer step over a part, parameter by parameter; one without a gradient is left as it is."""
-    for name, apply in updates_of(room, op):
-        for settings in room.due.get(name, ()):
-            apply.step(**settings)
+    """One optimizer step over parts of a unit, in one call; a parameter without a gradient is left as it is."""
+    ready = updates_of(room, op)
+    ready.updates.step([room.due.get(name) for name in ready.names], room.threads)
 
 
 def flip(room: Room, op: Op) -> None:

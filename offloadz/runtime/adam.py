@@ -45,15 +45,18 @@ def update_reference(
     one = np.float32
     rounded = (weight.dtype == torch.bfloat16 and low is None) or any(m.dtype != torch.float32 for m in moments)
     random, for_weight = random_words(seed, step, first_element, weight.numel() if rounded else 0)
-    p, g = _weights(weight, low), _wide(grad) * one(grad_scale)
+    rounds = rule == "adam" and moments[0].dtype != torch.float32
+    p, g = _weights(weight, low), _wide(grad) * one(1 if rounds and decoupled else grad_scale)
     fades = (one(beta1), one(beta2)) if rule == "adam" else (one(1), one(1))
     kept = [_moment(moments[k], scales[k], fades[k], k == 1) for k in range(len(moments))]
     if decoupled:
         p = p * one(1 - lr * weight_decay)
     else:
         g = g + one(weight_decay) * p
-    if rule == "adam":
-        p = _adam(p, g, kept, step, lr, beta1, beta2, eps, bool(moments) and moments[0].dtype == torch.float32)
+    if rounds:
+        p = _rounded(p, g, kept, step, lr, beta1, beta2, eps, grad_scale if decoupled else 1.0)
+    elif rule == "adam":
+        p = _adam(p, g, kept, step, lr, beta1, beta2, eps)
     elif rule == "lion":
         c = kept[0] * one(beta1) + one(1 - beta1) * g
         p = p + np.sign(c) * one(-lr)
@@ -67,20 +70,27 @@ def update_reference(
 
 
 def _adam(
-    p: Floats, g: Floats, kept: list[Floats], step: int, lr: float, beta1: float, beta2: float, eps: float, exact: bool
+    p: Floats, g: Floats, kept: list[Floats], step: int, lr: float, beta1: float, beta2: float, eps: float
 ) -> Floats:
     """torch's order of operations, with a product in place of the division by the second correction."""
     one, (m, v) = np.float32, kept
     w1 = one(1 - beta1)
-    if not exact:
-        m = m + w1 * g
-    else:
-        m = g - (g - m) * (one(1) - w1) if w1 >= 0.5 else m + w1 * (g - m)  # torch's lerp starts from the nearer end
-        v = v * one(beta2)
-    v = v + (one(1 - beta2) * g) * g
+    m = g - (g - m) * (one(1) - w1) if w1 >= 0.5 else m + w1 * (g - m)  # torch's lerp starts from the nearer end
+    v = v * one(beta2) + (one(1 - beta2) * g) * g
     denom = np.sqrt(v) * one((1 - beta2**step) ** -0.5) + one(eps)
     kept[:] = [m, v]
     return p + (one(-(lr / (1 - beta1**step))) * m) / denom
+
+
+def _rounded(
+    p: Floats, g: Floats, kept: list[Floats], step: int, lr: float, beta1: float, beta2: float, eps: float, scale: float
+) -> Floats:
+    """Over moments that are faded already: constants that meet are one, the second correction is in eps and step."""
+    one, (m, v) = np.float32, kept
+    root, correction = one((1 - beta2) ** 0.5 * scale) * g, (1 - beta2**step) ** 0.5
+    m, v = m + one((1 - beta1) * scale) * g, v + root * root
+    kept[:] = [m, v]
+    return p + (one(-(lr / (1 - beta1**step)) * correction) * m) / (np.sqrt(v) + one(eps * correction))
 
 
 def _mixed(x: int) -> int:
@@ -94,14 +104,14 @@ def random_words(seed: int, step: int, first_element: int, count: int) -> tuple[
     """For each element a word whose low and high 20 (or 16) bits round the moments, and 16 bits for the weight."""
     golden = 0x9E3779B97F4A7C15
     a = _mixed((_mixed((seed + golden) % 2**64) + step * golden) % 2**64)
-    keys = [np.uint32(a % 2**32), np.uint32(a >> 32), np.uint32(_mixed((a + golden) % 2**64) % 2**32)]
+    keys = [np.uint32(a % 2**32), np.uint32(a >> 32)]
     place = np.arange(count, dtype=np.uint64)
     element = (((place & ~np.uint64(4)) + np.uint64(first_element)) % 2**32).astype(np.uint32)
     x = element * np.uint32(0x9E3779B1) + keys[0]
     x = (x ^ (x >> 16)) * np.uint32(0x7FEB352D) + keys[1]
     x = (x ^ (x >> 15)) * np.uint32(0x846CA68B)
     x = np.where(place & np.uint64(4), x * np.uint32(0xADB4A92D), x)
-    return x, ((x ^ keys[2]) * np.uint32(0x9E3779B1)) >> 16
+    return x, (x * np.uint32(0x9E3779B1)) >> 16
 
 
 def _bits(x: Floats) -> Words:

@@ -6,6 +6,7 @@ about it is his; the price is about a microsecond per tensor, so no check looks 
 
 import itertools
 import math
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -31,8 +32,17 @@ def check_tensor(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], cou
 
 def check_apart(**tensors: Tensor) -> None:
     """No two of the tensors may share bytes: the loops read and write them in any order."""
-    spans = sorted((t.data_ptr(), t.data_ptr() + t.nbytes, name) for name, t in tensors.items() if t.nbytes)
-    for (_, end, first), (start, _, second) in itertools.pairwise(spans):
+    check_extents(extents_of(tensors))
+
+
+def extents_of(tensors: Mapping[str, Tensor]) -> list[tuple[int, int, str]]:
+    """First address, address behind the last, and name of each tensor that has bytes."""
+    return [(t.data_ptr(), t.data_ptr() + t.nbytes, name) for name, t in tensors.items() if t.nbytes]
+
+
+def check_extents(extents: Iterable[tuple[int, int, str]]) -> None:
+    """The same of what `extents_of` told."""
+    for (_, end, first), (start, _, second) in itertools.pairwise(sorted(extents)):
         if start < end:
             raise ValueError(f"{first} and {second} share {end - start} bytes of memory; they must not overlap")
 

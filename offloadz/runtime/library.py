@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 
 ISA_LEVELS = ("baseline", "avx2", "avx512")
-_ABI_VERSION = 1
+_ABI_VERSION = 2
 
 _KINDS = {"p": ctypes.c_void_p, "i": ctypes.c_int, "l": ctypes.c_int64, "L": ctypes.c_uint64, "s": ctypes.c_char_p}
 _SIGNATURES: dict[type | None, str] = {  # result: functions with their arguments
@@ -23,7 +23,7 @@ _SIGNATURES: dict[type | None, str] = {  # result: functions with their argument
     ctypes.c_uint32: "oz_crc32c:pl",
     ctypes.c_double: "oz_drain_bf16:ppl oz_drain_fp32:ppl oz_sum_squares_bf16:pl oz_sum_squares_fp32:pl",
     ctypes.c_void_p: "oz_io_start:il oz_ring_start:iil",
-    None: "oz_io_stop:p oz_update:pLli oz_encode_moment:pppli oz_decode_moment:pppli oz_split_master:pppl "
+    None: "oz_io_stop:p oz_update:pli oz_encode_moment:pppli oz_decode_moment:pppli oz_split_master:pppl "
     "oz_join_master:pppl oz_widen:ppl oz_narrow:ppl oz_copy:ppl oz_fill:pil",
 }
 

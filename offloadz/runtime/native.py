@@ -21,7 +21,9 @@ from offloadz.runtime.library import isa_supported as isa_supported
 from offloadz.runtime.library import load_library
 from offloadz.runtime.library import select_isa as select_isa
 from offloadz.runtime.native_adam import BLOCK as BLOCK
+from offloadz.runtime.native_adam import Numbers as Numbers
 from offloadz.runtime.native_adam import Update as Update
+from offloadz.runtime.native_adam import Updates as Updates
 from offloadz.runtime.native_adam import decode_moment_ as decode_moment_
 from offloadz.runtime.native_adam import encode_moment_ as encode_moment_
 from offloadz.runtime.native_adam import update_ as update_

@@ -1,17 +1,21 @@
 """The optimizer's update by the native library: checks every argument, then hands over plain pointers.
 
 It leaves what to update and where the bytes lie to its callers.  [Note: checks before the pointer] in `native.py` holds
-here too: the price is about 20 us a call, so a call should carry at least some hundred thousand elements.
+here too, but not in every step: where things lie is checked when an `Update` is made, what a step does to them when its
+`Numbers` are, and `Updates.step` joins the two, for all that is updated together in one call.  The trade-off: an
+`Update` keeps addresses, so its caller answers for the memory.
 """
 
+import copy
 import ctypes
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from offloadz.runtime.checks import check_apart, check_number, check_tensor, check_threads
+from offloadz.runtime.checks import check_apart, check_extents, check_number, check_tensor, check_threads, extents_of
 from offloadz.runtime.library import load_library
 
 BLOCK = 256
@@ -25,21 +29,95 @@ _MOMENT_NAMES = {"adam": ("exp_avg", "exp_avg_sq"), "lion": ("exp_avg",), "sgd":
 _RULES = tuple(_MOMENT_NAMES)
 
 
+class _Numbers(ctypes.Structure):
+    _fields_ = (
+        ("seed", ctypes.c_uint64),
+        ("step", ctypes.c_int64),
+        ("decoupled", ctypes.c_int32),
+        *((name, ctypes.c_float) for name in ("grad_scale", "keep", "decay", "beta1", "one_minus_beta1", "beta2")),
+        *((name, ctypes.c_float) for name in ("one_minus_beta2", "inverse_root2", "eps")),
+        *((name, ctypes.c_float) for name in ("minus_step_size", "momentum")),
+        *((name, ctypes.c_float) for name in ("into_first", "into_second", "root_eps", "root_step")),
+    )
+
+
 class _UpdateArgs(ctypes.Structure):
     _fields_ = (
+        ("numbers", _Numbers),
         *((name, ctypes.c_void_p) for name in ("weight", "low")),
         ("moments", ctypes.c_void_p * 2),
         ("scales", ctypes.c_void_p * 2),
         ("grad", ctypes.c_void_p),
         ("count", ctypes.c_int64),
-        *((name, ctypes.c_int32) for name in ("rule", "weight_format", "moment_format", "num_moments")),
-        *((name, ctypes.c_int32) for name in ("grad_is_bf16", "decoupled")),
-        *((name, ctypes.c_float) for name in ("grad_scale", "keep", "decay", "beta1", "one_minus_beta1", "beta2")),
-        *((name, ctypes.c_float) for name in ("one_minus_beta2", "inverse_root2", "eps")),
-        *((name, ctypes.c_float) for name in ("minus_step_size", "momentum")),
-        ("keys", ctypes.c_uint32 * 3),
+        ("first_tile", ctypes.c_int64),
+        *((name, ctypes.c_int32) for name in ("rule", "weight_format", "moment_format", "num_moments", "grad_is_bf16")),
         ("first_element", ctypes.c_uint32),
+        ("keys", ctypes.c_uint32 * 2),
     )
+
+
+class Numbers:
+    """What a step is taken with: checked once, for any number of updates of one parameter or, `seeded`, of others.
+
+    `rule` as in `Update`; `step` counts from 1, the gradient is multiplied by `grad_scale` first.  Random bits depend
+    on (`seed`, `step`, element within the parameter) and nothing else.  ValueError for a number that is none of these,
+    naming it.  Equal where every result is.
+    """
+
+    __slots__ = ("kind", "told")
+
+    def __init__(
+        self,
+        rule: str,
+        *,
+        step: int,
+        lr: float,
+        beta1: float = 0.0,
+        beta2: float = 0.0,
+        eps: float = 0.0,
+        weight_decay: float = 0.0,
+        momentum: float = 0.0,
+        grad_scale: float = 1.0,
+        seed: int = 0,
+        decoupled: bool = True,
+    ) -> None:
+        check_rule(rule)
+        self.told = told = _Numbers()
+        lr, weight_decay = check_number("lr", lr, 0.0), check_number("weight_decay", weight_decay, 0.0)
+        beta1, beta2 = check_number("beta1", beta1, 0.0, 1.0), check_number("beta2", beta2, 0.0, 1.0)
+        check_whole("step", step, 1, 2**62)
+        check_whole("seed", seed, -(2**63), 2**64 - 1)
+        told.seed, told.step = seed % 2**64, step
+        told.momentum = check_number("momentum", momentum, 0.0)
+        self.kind = (rule, rule != "sgd" or momentum > 0)
+        told.eps = check_number("eps", eps, 0.0)
+        told.grad_scale = check_number("grad_scale", grad_scale, -sys.float_info.max)
+        told.decoupled, told.keep, told.decay = decoupled, 1 - lr * weight_decay, weight_decay
+        told.beta1, told.one_minus_beta1 = beta1, 1 - beta1
+        told.beta2, told.one_minus_beta2 = beta2, 1 - beta2
+        root2, size = (1 - beta2**step) ** 0.5, lr / (1 - beta1**step) if rule == "adam" else lr
+        told.inverse_root2, told.minus_step_size = (1 - beta2**step) ** -0.5, -size
+        later = grad_scale if decoupled else 1.0
+        told.into_first, told.into_second = (1 - beta1) * later, (1 - beta2) ** 0.5 * later
+        told.root_eps, told.root_step = eps * root2, -size * root2
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Numbers) and self.kind == other.kind and bytes(self.told) == bytes(other.told)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def seeded(self, seed: int) -> "Numbers":
+        """The same for a parameter with another seed."""
+        check_whole("seed", seed, -(2**63), 2**64 - 1)
+        other = copy.copy(self)
+        other.told = _Numbers.from_buffer_copy(self.told)
+        other.told.seed = seed % 2**64
+        return other
+
+    @property
+    def scales(self) -> bool:
+        """Whether gradients are multiplied by anything but one."""
+        return bool(self.told.grad_scale != 1.0)
 
 
 class Update:
@@ -56,7 +134,7 @@ class Update:
     Only addresses are kept: the memory must be there, and mean the same, whenever a step is taken.
     """
 
-    __slots__ = ("_args", "_rule")
+    __slots__ = ("args", "extents", "kind")
 
     def __init__(
         self,
@@ -69,10 +147,9 @@ class Update:
         *,
         first_element: int = 0,
     ) -> None:
-        self._rule = rule
-        self._args = args = _UpdateArgs()
-        if rule not in _RULES:
-            raise ValueError(f"rule is {rule!r}; it must be one of {', '.join(_RULES)}")
+        check_rule(rule)
+        self.args = args = _UpdateArgs()
+        self.kind = (rule, rule != "sgd" or bool(moments))
         args.weight = check_tensor("weight", weight, (torch.bfloat16,) if low is not None else _FLOATS)
         args.count = count = weight.numel()
         named = {"weight": weight, "grad": grad}
@@ -81,51 +158,56 @@ class Update:
             named["low"] = low
         args.grad = check_tensor("grad", grad, _FLOATS, count)
         named |= _put_moments(args, rule, moments, scales)
-        check_apart(**named)
+        self.extents = extents_of(named)
+        check_extents(self.extents)
         args.rule, args.num_moments, args.grad_is_bf16 = _RULES.index(rule), len(moments), grad.dtype == torch.bfloat16
         args.weight_format = 1 if low is not None else 0 if weight.dtype == torch.float32 else 2
         args.moment_format = _MOMENT_FORMATS[moments[0].dtype] if moments else 0
         check_whole("first_element", first_element, 0, 2**62)
         args.first_element = first_element % 2**32
 
-    def step(
-        self,
-        *,
-        step: int,
-        lr: float,
-        beta1: float = 0.0,
-        beta2: float = 0.0,
-        eps: float = 0.0,
-        weight_decay: float = 0.0,
-        momentum: float = 0.0,
-        grad_scale: float = 1.0,
-        threads: int,
-        seed: int = 0,
-        decoupled: bool = True,
-    ) -> None:
-        """Takes the step in place, in one pass; `step` counts from 1, the gradient is multiplied by `grad_scale` first.
 
-        Random bits depend on (`seed`, `step`, `first_element` + i) and nothing else, results neither on `threads` nor
-        on the instruction set.  ValueError for a number that is none of these, naming it.
+class Updates:
+    """Several updates that are taken together: one call and one team at work, whatever the sizes of the spans.
+
+    ValueError where two of them share memory: they are taken in any order, and at the same time.
+    """
+
+    __slots__ = ("_addresses", "_updates")
+
+    def __init__(self, updates: Sequence[Update]) -> None:
+        check_extents(extent for update in updates for extent in update.extents)
+        self._updates = tuple(updates)
+        self._addresses = [ctypes.addressof(update.args) for update in updates]
+
+    def step(self, numbers: Sequence[Numbers | None], threads: int) -> None:
+        """Takes a step of each update in place, in one pass, with its own of `numbers` (None: it stays as it is).
+
+        Results depend neither on `threads` nor on the instruction set.  ValueError for numbers of another rule.
         """
-        args = self._args
-        lr, weight_decay = check_number("lr", lr, 0.0), check_number("weight_decay", weight_decay, 0.0)
-        beta1, beta2 = check_number("beta1", beta1, 0.0, 1.0), check_number("beta2", beta2, 0.0, 1.0)
-        check_whole("step", step, 1, 2**62)
-        check_whole("seed", seed, -(2**63), 2**64 - 1)
-        args.momentum = check_number("momentum", momentum, 0.0)
-        if self._rule == "sgd" and (momentum > 0) != bool(args.num_moments):
-            raise ValueError(
-                f"momentum is {momentum} with {args.num_moments} moments; sgd needs a buffer just when it is above 0"
-            )
-        args.eps = check_number("eps", eps, 0.0)
-        args.grad_scale = check_number("grad_scale", grad_scale, -sys.float_info.max)
-        args.decoupled, args.keep, args.decay = decoupled, 1 - lr * weight_decay, weight_decay
-        args.beta1, args.one_minus_beta1 = beta1, 1 - beta1
-        args.beta2, args.one_minus_beta2 = beta2, 1 - beta2
-        args.inverse_root2 = (1 - beta2**step) ** -0.5
-        args.minus_step_size = -(lr / (1 - beta1**step)) if self._rule == "adam" else -lr
-        load_library().oz_update(ctypes.byref(args), seed % 2**64, step, check_threads(threads))
+        if len(numbers) != len(self._updates):
+            raise ValueError(f"{len(numbers)} numbers for {len(self._updates)} updates; each needs its own, or None")
+        due = []
+        for update, address, with_these in zip(self._updates, self._addresses, numbers, strict=True):
+            if with_these is None:
+                continue
+            if update.kind != with_these.kind:
+                raise ValueError(_unlike(update, with_these))
+            update.args.numbers = with_these.told
+            due.append(address)
+        spans = (ctypes.c_void_p * len(due))(*due)
+        load_library().oz_update(spans, len(due), check_threads(threads))
+
+
+def _unlike(update: Update, numbers: Numbers) -> str:
+    """Why these numbers are none for this update."""
+    (rule, _), (other, _) = update.kind, numbers.kind
+    if rule != other:
+        return f"the numbers are those of {other}; an update by {rule} needs its own"
+    return (
+        f"momentum is {round(numbers.told.momentum, 6)} with {update.args.num_moments} moments; "
+        "sgd needs a buffer just when it is above 0"
+    )
 
 
 def _put_moments(
@@ -162,11 +244,19 @@ def update_(
     scales: tuple[Tensor | None, ...],
     grad: Tensor,
     *,
+    threads: int,
     first_element: int = 0,
     **numbers: Any,
 ) -> None:
-    """One step of an `Update` of these tensors, with the numbers of `Update.step`."""
-    Update(rule, weight, low, moments, scales, grad, first_element=first_element).step(**numbers)
+    """One step of an `Update` of these tensors, with these `Numbers`."""
+    update = Update(rule, weight, low, moments, scales, grad, first_element=first_element)
+    Updates([update]).step([Numbers(rule, **numbers)], threads)
+
+
+def check_rule(rule: str) -> None:
+    """ValueError unless the rule is one of those built."""
+    if rule not in _RULES:
+        raise ValueError(f"rule is {rule!r}; it must be one of {', '.join(_RULES)}")
 
 
 def check_whole(name: str, value: int, least: int, most: int) -> None:

@@ -14,19 +14,14 @@ import torch
 from torch import Tensor
 
 from offloadz.memory.disk import DiskTier
-from offloadz.memory.flat import (
-    DTYPES,
-    compute_sections,
-    slope_sections,
-    stored_sections,
-    typed,
-)
+from offloadz.memory.flat import DTYPES, compute_sections, slope_sections, stored_sections, typed
 from offloadz.memory.host import HostPool, needed_bytes
 from offloadz.memory.tier import PIECE_BYTES, Extent
 from offloadz.plan.ops import part_named
 from offloadz.plan.placement import COMPUTED, Placement, accumulates, passing_bytes, rests, slot_bytes, spares
 from offloadz.plan.spec import ModelSpec, Part, Unit, aligned
 from offloadz.runtime.devices import Cpu, Device
+from offloadz.runtime.native import Numbers
 from offloadz.runtime.ranks import Solo
 
 ROLES = {
@@ -78,10 +73,12 @@ class Room:
     """Stream to its buffer on the device for what is widened or rounded on its way; none where memory is one."""
     square_homes: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     """(unit, part) to where its sum of squares comes home to; none where memory is one."""
-    due: dict[str, tuple[dict[str, Any], ...]] = field(default_factory=dict)
-    """Parameter name to the settings of the updates that are due (one, or none for a parameter without a gradient)."""
+    due: dict[str, Numbers | None] = field(default_factory=dict)
+    """Parameter name to the numbers of the update that is due; none (or None) for a parameter without a gradient."""
+    threads: int = 1
+    """How many threads an update may use."""
     ready: dict[tuple[int, int], list[Any]] = field(default_factory=dict)
-    """(unit, part) to updates that were made ready for where it lies (`ready.py`)."""
+    """(unit, part, or -1 for all) to updates that were made ready for where it lies (`ready.py`)."""
     told: dict[str, Any] = field(default_factory=dict)
     """What the flip of the decided step tells besides the state: JSON, of no concern to this room."""
     before_flip: Callable[[], None] = lambda: None

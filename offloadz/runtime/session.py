@@ -15,11 +15,10 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,6 +32,7 @@ from offloadz.plan.walk import Frontier, Walk
 from offloadz.runtime.device_actions import TABLES
 from offloadz.runtime.devices import delays
 from offloadz.runtime.lanes import InlineLane, WorkerLane
+from offloadz.runtime.native import Numbers
 from offloadz.runtime.rest import PartView, parts, put
 from offloadz.runtime.room import Room
 
@@ -234,7 +234,7 @@ class Session:
         squares = sum(float(self.room.squares[key]) for key in sorted(self.room.squares))
         return self.room.ranks.totals(squares)[0] if self.spec.share.stage else squares
 
-    def commit(self, units: tuple[int, ...], due: dict[str, tuple[dict[str, Any], ...]], taken: bool = False) -> None:
+    def commit(self, units: tuple[int, ...], due: Mapping[str, Numbers], taken: bool = False) -> None:
         """The step is decided: updates of `units` are due, with settings now fixed, or are done and `taken`."""
         if self.walk is not None and self.walk.waiting_for is not None:
             self.settle()  # a step without targets never came to the updates of the step before
@@ -244,7 +244,7 @@ class Session:
         self.room.decide(units if taken else ())
         if units and self.tell is not None:
             self.room.told = self.tell()  # now and not at the flip: by then the caller is in its next step
-        self.room.due, self.pending = ({}, ()) if taken else (due, units)
+        self.room.due, self.pending = ({}, ()) if taken else ({**due}, units)
         self.unended, self.due_step = bool(units), self.step
 
     def commit_by(self, commit: str) -> None:

@@ -34,7 +34,7 @@ using namespace offloadz;
 
 extern "C" {
 int oz_select_isa(const char *name);
-void oz_update(UpdateArgs *args, uint64_t seed, int64_t step, int num_threads);
+void oz_update(UpdateArgs *const *spans, int64_t num_spans, int num_threads);
 void *oz_io_start(int num_threads, int64_t request_bytes);
 void *oz_ring_start(int depth, int num_threads, int64_t request_bytes);
 void oz_io_stop(void *mover);
@@ -99,15 +99,27 @@ struct State {
   }
 
   void update(const Format &format, const void *grad, int64_t step, int num_threads) {
+    // In two spans of one call, or in one: the bits are the same.
+    constexpr int64_t kCut = 33000 / kQuant * kQuant;
+    UpdateArgs first = span(format, grad, step, 0, num_threads > 2 ? kCut : kCount);
+    UpdateArgs rest = span(format, grad, step, first.count, kCount);
+    UpdateArgs *const spans[] = {&rest, &first};
+    oz_update(spans, 2, num_threads);
+  }
+
+  // The elements [begin, end).
+  UpdateArgs span(const Format &format, const void *grad, int64_t step, int64_t begin, int64_t end) {
     UpdateArgs a = {};
-    a.weight = weight.data();
-    a.low = low.data();
+    a.weight = weight.data() + begin * (format.weight == kWhole ? 4 : 2);
+    a.low = low.data() + begin;
     for (int i = 0; i < 2; ++i) {
-      a.moments[i] = moments[i].data();
-      a.scales[i] = scales[i].data();
+      a.moments[i] = moments[i].data() + begin * (format.moment == kFp32 ? 4 : format.moment == kBf16 ? 2 : 1);
+      a.scales[i] = scales[i].data() + begin / kQuant;
     }
-    a.grad = grad;
-    a.count = kCount;
+    a.grad = static_cast<const uint8_t *>(grad) + begin * (format.bf16_grads ? 2 : 4);
+    a.count = end - begin;
+    a.first_element = uint32_t(begin);
+    a.seed = 7, a.step = step;
     a.rule = kAdam;
     a.weight_format = format.weight;
     a.moment_format = format.moment;
@@ -120,7 +132,9 @@ struct State {
     a.beta2 = 0.99f, a.one_minus_beta2 = 0.01f;
     a.inverse_root2 = 1.0f, a.eps = 1e-8f;
     a.minus_step_size = -0.01f;
-    oz_update(&a, 7, step, num_threads);
+    a.into_first = 0.05f, a.into_second = 0.05f;
+    a.root_eps = 1e-8f, a.root_step = -0.01f;
+    return a;
   }
 };
 
