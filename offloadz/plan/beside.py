@@ -1,15 +1,16 @@
 """Simulated lanes that slow each other down: ops that run side by side share cores, memory and drives.
 
-A walk submits to these lanes as to any other; the answer is a handle, and times follow once all is submitted
-(`settle`), because only then is it known what runs beside an op.  Who slows whom is the caller's (`shared.py`): it is
-asked for the speed of each op of every set that runs at once.  The trade-off: a set changes with each op that begins or
-ends, so a simulated op costs a few microseconds and a program of a large model tenths of a second.
+A walk submits to these lanes as to any other; they take down who is behind whom, and times follow once all is submitted
+(`settled`), because only then is it known what runs beside an op.  So a program is walked once, whatever its ops take.
+Who slows whom is the caller's (`shared.py`): it is asked for the speed of each op of every set that runs at once.  The
+trade-off: a set changes with each op that begins or ends, so a simulated op costs a few microseconds and a program of a
+large model hundredths of a second.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 from offloadz.plan.ops import Op
 
@@ -17,76 +18,96 @@ Active = tuple[tuple[str, str], ...]
 """Lane and verb of every op that is under way."""
 
 
-class SharedLane:
-    """An in-order lane; `spans` are (op, start, end) in seconds once `settle` has run."""
+class Queue:
+    """An in-order lane that takes down the numbers of its ops."""
 
-    def __init__(self, box: SharedLanes) -> None:
+    def __init__(self, box: Queues) -> None:
         self._box = box
-        self.queue: deque[int] = deque()
-        self.work_s = 0.0
-        """Seconds of all its ops with nothing beside them."""
-        self.spans: list[tuple[Op, float, float]] = []
+        self.numbers: list[int] = []
 
     def submit(self, op: Op, waits: Sequence[int]) -> int:
-        index = self._box.add(op, waits)
-        self.queue.append(index)
-        self.work_s += self._box.left_s[index]
-        return index
+        number = self._box.add(waits)
+        if self.numbers:
+            self._box.behind[self.numbers[-1]] = number
+        self.numbers.append(number)
+        return number
 
 
-class SharedLanes:
-    """Lanes by name.  `cost` gives the seconds of an op with nothing beside it, `speeds` what is left of the speed of
-    each op where these run at once."""
+class Queues:
+    """Lanes by name, and who waits for whom; an event is the number of an op, from 0 on as they are submitted."""
 
-    def __init__(
-        self, names: Collection[str], cost: Callable[[Op], float], speeds: Callable[[Active], Iterable[float]]
-    ) -> None:
-        self.by_name = {name: SharedLane(self) for name in names}
-        self.ops: list[Op] = []
-        self.left_s: list[float] = []
-        """Seconds of work of each op, as far as it is not done, with nothing beside it."""
-        self._cost, self._speeds = cost, speeds
-        self._open: list[int] = []
-        """Events that each op still waits for."""
-        self._followers: list[list[int]] = []
+    def __init__(self, names: Iterable[str]) -> None:
+        self.by_name = {name: Queue(self) for name in names}
+        self.num_waits: list[int] = []
+        """Events that each op waits for."""
+        self.followers: list[list[int]] = []
+        self.behind: list[int | None] = []
+        """What is next on the lane of each op."""
 
-    def add(self, op: Op, waits: Sequence[int]) -> int:
-        index = len(self.ops)
-        self.ops.append(op)
-        self.left_s.append(self._cost(op))
-        self._open.append(len(waits))
-        self._followers.append([])
+    def add(self, waits: Sequence[int]) -> int:
+        number = len(self.num_waits)
+        self.num_waits.append(len(waits))
+        self.followers.append([])
+        self.behind.append(None)
         for event in waits:
-            self._followers[event].append(index)
-        return index
+            self.followers[event].append(number)
+        return number
 
-    def settle(self) -> None:
-        """Let time pass until all that was submitted has been done."""
-        now, left_s = 0.0, self.left_s
-        known: dict[Active, tuple[float, ...]] = {}
-        running: dict[SharedLane, int] = {}
-        """Per busy lane the op it is at."""
-        began_s = dict[int, float]()
-        while True:
-            for lane in self.by_name.values():
-                if lane not in running and lane.queue and not self._open[lane.queue[0]]:
-                    running[lane] = index = lane.queue.popleft()
-                    began_s[index] = now
-            if not running:
-                return
-            active = tuple([self.ops[index][:2] for index in running.values()])
-            speeds = known.get(active)
-            if speeds is None:
-                speeds = known[active] = tuple(self._speeds(active))
-            passed_s = min([left_s[index] / speed for index, speed in zip(running.values(), speeds, strict=True)])
-            now += passed_s
-            for (lane, index), speed in zip(tuple(running.items()), speeds, strict=True):
-                left_s[index] -= passed_s * speed
-                if left_s[index] <= 1e-12:
-                    self._finish(lane, index, began_s.pop(index), now)
-                    del running[lane]
 
-    def _finish(self, lane: SharedLane, index: int, begin: float, end: float) -> None:
-        lane.spans.append((self.ops[index], begin, end))
-        for follower in self._followers[index]:
-            self._open[follower] -= 1
+@dataclass
+class SharedLane:
+    """What a lane did: `work_s`, seconds of all its ops with nothing beside them; (op, start, end) in seconds."""
+
+    work_s: float
+    spans: list[tuple[Op, float, float]]
+
+
+def settled(
+    queues: Queues,
+    ops: Sequence[Op],
+    cost: Callable[[Op], float],
+    speeds: Callable[[Active], Iterable[float]],
+) -> dict[str, SharedLane]:
+    """What the lanes do until all `ops`, which were submitted in this order, have been done.
+
+    `cost` gives the seconds of an op with nothing beside it, `speeds` what is left of the speed of each op where these
+    run at once.
+    """
+    work_s = [cost(op) for op in ops]
+    starts_s, ends_s = _times(queues, ops, work_s, speeds)
+    lanes = {}
+    for name, queue in queues.by_name.items():
+        spans = [(ops[number], starts_s[number], ends_s[number]) for number in queue.numbers]
+        lanes[name] = SharedLane(sum([work_s[number] for number in queue.numbers]), spans)
+    return lanes
+
+
+def _times(
+    queues: Queues, ops: Sequence[Op], work_s: Sequence[float], speeds: Callable[[Active], Iterable[float]]
+) -> tuple[list[float], list[float]]:
+    """Let time pass: when each op starts, and when it ends."""
+    now, left_s, num_waits, kinds = 0.0, [*work_s], [*queues.num_waits], [op[:2] for op in ops]
+    starts_s, ends_s, known = [0.0] * len(ops), [0.0] * len(ops), dict[Active, tuple[float, ...]]()
+    first, running = [queue.numbers[0] for queue in queues.by_name.values()], list[int]()
+    while True:
+        for number in [number for number in first if not num_waits[number]]:
+            first.remove(number)
+            running.append(number)
+            starts_s[number] = now
+        if not running:
+            return starts_s, ends_s
+        active = tuple([kinds[number] for number in running])
+        pace = known.get(active)
+        if pace is None:
+            pace = known[active] = tuple(speeds(active))
+        passed_s = min([left_s[number] / speed for number, speed in zip(running, pace, strict=True)])
+        now += passed_s
+        for number, speed in zip([*running], pace, strict=True):
+            left_s[number] -= passed_s * speed
+            if left_s[number] <= 1e-12:
+                running.remove(number)
+                ends_s[number] = now
+                for follower in queues.followers[number]:
+                    num_waits[follower] -= 1
+                if (behind := queues.behind[number]) is not None:
+                    first.append(behind)

@@ -17,7 +17,7 @@ from offloadz.plan.left import most_products
 from offloadz.plan.machine import Machine
 from offloadz.plan.ops import Op
 from offloadz.plan.placement import Placement
-from offloadz.plan.predict import Costs, simulated, step_program
+from offloadz.plan.predict import Costs, simulated, walked_step
 from offloadz.plan.shorter import equal_blocks, shorter, walked
 from offloadz.plan.spec import ModelSpec
 
@@ -91,8 +91,8 @@ class _Step:
         some = 0.0 if place.kept or place.cheap else min(1.0, kept / max(1, seats) + cheap / max(1, able))
         lack_s = 0.0
         for share, part in zip(self.shares, shorter(self.spec), strict=True):
-            program = step_program(part, place, replace(batch, micro_rows=rows))  # one micro-batch, whatever its size
-            lanes, _, found_s = simulated(program, _Merged(part, place, batch, self.machine, some))
+            step = walked_step(part, place, replace(batch, micro_rows=rows))  # one micro-batch, whatever its size
+            lanes, _, found_s = simulated(*step, _Merged(part, place, batch, self.machine, some))
             lack_s += share * (found_s - HIDDEN * lanes["device"].work_s)
         return lack_s
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from offloadz.plan.alike import once
-from offloadz.plan.beside import SharedLane, SharedLanes
+from offloadz.plan.beside import Queues, SharedLane, settled
 from offloadz.plan.footprint import HEAD_CHUNK_TOKENS, Batch, saved_bytes
 from offloadz.plan.left import GRAPH, PRODUCTS, left_by
 from offloadz.plan.machine import Machine
@@ -107,16 +107,33 @@ def training_phases(spec: ModelSpec, sweeps: int, num_micros: int, kept: int = 0
 
 def step_program(spec: ModelSpec, placement: Placement, batch: Batch) -> Program:
     """The compiled program of a steady step: every trained unit still has its update from the step before."""
-    return _steady(spec, placement, batch.sweeps, batch.num_micros)
+    return walked_step(spec, placement, batch)[0]
+
+
+def walked_step(spec: ModelSpec, placement: Placement, batch: Batch) -> tuple[Program, Queues]:
+    """The same, with what a walk over it submits."""
+    plain = spec.with_recipe(spec.recipe.plain)
+    program, queues = _steady(plain, placement, batch.sweeps, batch.num_micros)
+    if plain is not spec:
+        program = Program(tuple(_stored(spec, op) for op in program.ops), program.slots)
+    return program, queues
+
+
+def _stored(spec: ModelSpec, op: Op) -> Op:
+    """An op of the same program under this model's recipe: parts of the state have other bytes."""
+    return op._replace(nbytes=spec.units[op.unit].parts[op.part].state_bytes) if op.verb.endswith(".s") else op
 
 
 @once
-def _steady(spec: ModelSpec, placement: Placement, sweeps: int, num_micros: int) -> Program:
-    """Remembered, since neither rates nor the length of rows change anything of it."""
+def _steady(spec: ModelSpec, placement: Placement, sweeps: int, num_micros: int) -> tuple[Program, Queues]:
+    """Remembered, since neither rates nor the length of rows change anything of it, and a recipe only bytes."""
     held = placement.commit == "hold"  # else a step leaves no update to the next
     pending = tuple(i for i, unit in enumerate(spec.units) if unit.trainable and held)
     phases = training_phases(spec, sweeps, num_micros, placement.kept, placement.cheap)
-    return program_of(spec, placement, phases, Owed(pending, unended=True))
+    program = program_of(spec, placement, phases, Owed(pending, unended=True))
+    queues = Queues(dict.fromkeys(op.lane for op in program.ops))  # in one order always: sums of seconds depend on it
+    simulate(program, queues.by_name)
+    return program, queues
 
 
 class Costs:
@@ -145,7 +162,7 @@ class Costs:
         """Per seat the bytes of its results of products for a micro-batch, as they are asked for."""
         rate, state = machine.update_rate(spec.recipe.state)  # of AdamW in a format; another is as fast as its bytes
         moved, known = spec.recipe.moved_bytes(placement.storage), Recipe(state).moved_bytes(placement.storage)
-        self.update_s = moved / known / rate
+        self.moved_bytes, self.update_s = moved, moved / known / rate
         self.fast = self.rates.get("bandwidth", self.rates["memory"])
         """Bytes/s of the memory that the device computes from."""
         self.token_s, self.pass_s = self._flop_s()
@@ -276,8 +293,9 @@ def predict(
 
     `spared`, `made`: see `Costs`.
     """
-    program, costs = step_program(spec, placement, batch), Costs(spec, placement, batch, machine, spared, made)
-    lanes, shared, step_s = simulated(program, costs)
+    costs = Costs(spec, placement, batch, machine, spared, made)
+    program, queues = walked_step(spec, placement, batch)
+    lanes, shared, step_s = simulated(program, queues, costs)
     taken = dict.fromkeys(LANES, 0.0)
     taken |= {name: sum(end - start for _, start, end in lane.spans) for name, lane in lanes.items()}
     read = sum(costs.nbytes(op) for op in program.ops if op.lane == "disk_read")
@@ -286,11 +304,10 @@ def predict(
     return Prediction(program, lanes, step_s, busy, read, written, shared, taken)
 
 
-def simulated(program: Program, costs: Costs) -> tuple[Mapping[str, SharedLane], dict[str, float], float]:
-    """The lanes after a walk over a program, the least seconds of what they share, and those of the step."""
-    lanes = dict.fromkeys(op.lane for op in program.ops)  # in one order always: sums of seconds depend on it
-    box, shared = SharedLanes(lanes, costs, Sharing(costs).speeds), shared_s(program, costs)
-    simulate(program, box.by_name)
-    box.settle()
-    last_s = max((end for lane in box.by_name.values() for *_, end in lane.spans), default=0.0)
-    return box.by_name, shared, max(last_s, *shared.values(), 0.0)
+def simulated(
+    program: Program, queues: Queues, costs: Costs
+) -> tuple[Mapping[str, SharedLane], dict[str, float], float]:
+    """What the lanes do in a program that was walked, the least seconds of what they share, and those of the step."""
+    lanes, shared = settled(queues, program.ops, costs, Sharing(costs).speeds), shared_s(program, costs)
+    last_s = max((lane.spans[-1][-1] for lane in lanes.values()), default=0.0)
+    return lanes, shared, max(last_s, *shared.values(), 0.0)

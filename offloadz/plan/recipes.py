@@ -67,6 +67,11 @@ class Recipe:
         """Whether a bf16 weight has 16 more bits; without them its updates are rounded stochastically."""
         return self.state != "int8-sr"
 
+    @property
+    def plain(self) -> Recipe:
+        """The first format of the rule; where nothing is kept but low halves each stands for itself."""
+        return replace(self, state="fp32") if self.num_moments else self
+
     def low_item_bytes(self, dtype: str) -> int:
         """Bytes per element of the master's low half: none where the weight itself is fp32."""
         return 2 if self.keeps_master and dtype == "bfloat16" else 0

@@ -52,8 +52,7 @@ class Sharing:
         if verb.startswith("copy."):
             return {"cores": 1.0, "memory": rates["memory"]}
         if lane == "cpu":
-            moved = costs.spec.recipe.moved_bytes(costs.placement.storage)
-            return {"cores": float(costs.cores), "memory": moved / costs.update_s}
+            return {"cores": float(costs.cores), "memory": costs.moved_bytes / costs.update_s}
         passes = _passes(lane, verb, costs)
         return {
             "cores": min(1.0, rates[lane] / SUMMED) if lane.startswith("disk") else 1.0,
@@ -114,5 +113,5 @@ def _memory_bytes(op: Op, costs: Costs) -> float:
     if op.verb.startswith("copy."):
         return op.nbytes * 2.0
     if op.lane == "cpu":
-        return op.nbytes * costs.spec.recipe.moved_bytes(costs.placement.storage)
+        return op.nbytes * costs.moved_bytes
     return costs.nbytes(op) * _passes(op.lane, op.verb, costs)

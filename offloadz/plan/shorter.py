@@ -26,7 +26,10 @@ WALKED_TILES = 4
 
 @once
 def shorter(spec: ModelSpec) -> tuple[ModelSpec, ...]:
-    """Models of few and of more blocks, or one where there are no more than are walked."""
+    """Models of few and of more blocks, or one where there are no more than are walked; the same under every recipe."""
+    plain = spec.with_recipe(spec.recipe.plain)
+    if plain is not spec:
+        return tuple(part.with_recipe(spec.recipe) for part in shorter(plain))
     (first, count), numbers = equal_blocks(spec), walked(spec)
     few = with_longer_parts(with_fewer_tiles(spec))
     return tuple(without(few, first + n, count - n) for n in numbers) if count > numbers[1] else (few,)

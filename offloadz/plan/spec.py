@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product
+from itertools import accumulate, product
 from math import lcm, prod
 from typing import Any
 
@@ -332,9 +332,17 @@ class ModelSpec:
         return sum(u.num_elements for u in self.units)
 
     def with_recipe(self, recipe: Recipe) -> ModelSpec:
-        """The same model under another recipe; ConfigError where it has no meaning for the weights' dtype."""
+        """The same model under another recipe, always one object; ConfigError where it has none for the dtype."""
         check_recipe(recipe, self.dtype)
-        return replace(self, units=tuple(replace(u, recipe=recipe) for u in self.units), recipe=recipe)
+        if recipe not in self.kin:
+            self.kin[recipe] = replace(self, units=tuple(replace(u, recipe=recipe) for u in self.units), recipe=recipe)
+            vars(self.kin[recipe])["kin"] = self.kin
+        return self.kin[recipe]
+
+    @cached_property
+    def kin(self) -> dict[Recipe, ModelSpec]:
+        """The model under every recipe that was asked for: all of them share one."""
+        return {self.recipe: self}
 
     def shared_by(self, share: Share) -> ModelSpec:
         """The same model as one of several ranks holds it."""
@@ -348,10 +356,8 @@ class ModelSpec:
     @cached_property
     def first_trained_seat(self) -> int:
         """Index of the lowest seat with something to train; nothing runs backward below it."""
-        for index, seat in enumerate(self.seats):
-            if any(self.units[u].trainable for u in seat.units):
-                return index
-        return len(self.seats)
+        trained = (i for i, seat in enumerate(self.seats) if any(self.units[u].trainable for u in seat.units))
+        return next(trained, len(self.seats))
 
     @cached_property
     def unfolding_seats(self) -> tuple[int, ...]:
@@ -392,7 +398,4 @@ def _whole_rows(width: int) -> int:
 
 def _running(sizes: Iterable[int]) -> tuple[int, ...]:
     """Running sums from 0; one longer than the input."""
-    out = [0]
-    for size in sizes:
-        out.append(out[-1] + size)
-    return tuple(out)
+    return tuple(accumulate(sizes, initial=0))

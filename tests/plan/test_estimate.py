@@ -10,7 +10,7 @@ import pytest
 import offloadz.plan.spec as spec_module
 from offloadz.plan import shorter
 from offloadz.plan.alike import unit_kinds
-from offloadz.plan.beside import SharedLanes
+from offloadz.plan.beside import Queues, settled
 from offloadz.plan.estimate import estimate
 from offloadz.plan.footprint import Batch
 from offloadz.plan.machine import Machine
@@ -92,10 +92,10 @@ def test_only_blocks_that_are_alike_stand_for_each_other() -> None:
 
 
 def lanes_of(*ops: Op, speeds: Any) -> dict[str, Any]:
-    box = SharedLanes({op.lane for op in ops}, lambda op: float(op.nbytes), speeds)
-    simulate(Program(ops), box.by_name, Frontier())
-    box.settle()
-    return {name: [(op.verb, start, end) for op, start, end in lane.spans] for name, lane in box.by_name.items()}
+    queues = Queues({op.lane for op in ops})
+    simulate(Program(ops), queues.by_name, Frontier())
+    lanes = settled(queues, ops, lambda op: float(op.nbytes), speeds)
+    return {name: [(op.verb, start, end) for op, start, end in lane.spans] for name, lane in lanes.items()}
 
 
 def test_ops_that_share_slow_each_other_while_both_run() -> None:
