@@ -1,16 +1,17 @@
 """What a step takes at least, from bytes and rates alone: which candidates are not worth a walk.
 
-Forward and backward follow each other, each at least as long as the work of its busiest lane, or of its drive; updates
-belong to the one (hold) or the other (shadow, in place).  Left to others: the time itself (`estimate.py`).  The
-trade-off: lanes run ahead a little at the turn from forward to backward, so both together count as shorter by what lies
-in slots, and by no more than a twentieth.
+Forwards and backwards of sweeps follow each other, each at least as long as the work of its busiest lane, or of its
+drive; updates belong to the first forward (hold) or to the last backward (shadow, in place).  With one slot what a
+computation reads from the bus is brought in turn with it, and what it gives leaves so.  Left to others: the time
+itself (`estimate.py`).  The trade-off: lanes run ahead a little wherever one ends, so all of them together count as
+shorter by what lies in slots at each such turn; where there is one sweep by no more than a twentieth.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from math import inf
+from typing import NamedTuple
 
 from offloadz.plan.alike import once, seats_alike, unit_kinds
 from offloadz.plan.footprint import Batch, num_saved, saved_bytes
@@ -29,30 +30,54 @@ APART = 0.95
 SUM_BYTES = 4
 """Of an element of a gradient to which more is added."""
 
-Work = Counter[str]
-"""Bytes by lane, and parameters of "cpu"."""
+
+class Work(NamedTuple):
+    """Bytes by lane, and parameters that are updated."""
+
+    disk_read: int = 0
+    disk_write: int = 0
+    h2d: int = 0
+    d2h: int = 0
+    cpu: int = 0
+
+    def plus(self, *others: Work) -> Work:
+        return Work(*map(sum, zip(self, *others, strict=True)))
+
+
+class Phase(NamedTuple):
+    """Forwards or backwards that are alike: which, how many of a step, and what each moves."""
+
+    verb: str
+    times: int
+    work: Work
+
+    @property
+    def whole(self) -> Work:
+        """Of all of them."""
+        return Work(*[self.times * size for size in self.work])
 
 
 def least_s(spec: ModelSpec, placement: Placement, batch: Batch, machine: Machine) -> float:
     """Seconds that no step is shorter than."""
-    costs, works = Costs(spec, placement, batch, machine), work_of(spec, placement, batch)
-    phases, drives = [], []
-    for work, verb in zip(works, ("forward", "backward"), strict=True):
-        alone = _seconds(work, costs) | {"device": _device_s(spec, placement, batch, costs, verb)}
-        cores = {"cores": alone["device"] + alone["cpu"]} if placement.unified else {}
-        phases.append(alone | cores | {"memory": _memory_bytes(work, costs) / _most_memory(costs)})
-        drives.append(_drive_s(alone, costs) * (batch.sweeps == 1))
-    together: list[float] = [sum(each) for each in zip(*(phase.values() for phase in phases), strict=True)]
-    whole_s = sum(max(drive, *phase.values()) for drive, phase in zip(drives, phases, strict=True))
-    apart_s = max(APART * whole_s, whole_s - _ahead_s(spec, placement, batch, costs))
-    return max(apart_s, *together, *_shared(works[0] + works[1], costs))
+    costs, phases = Costs(spec, placement, batch, machine), phases_of(spec, placement, batch)
+    each_s, whole_s, both = [], 0.0, Sharing(costs).both
+    for phase in phases:
+        device_s = _device_s(spec, placement, batch, costs, phase.verb) / batch.sweeps
+        alone = _seconds(phase.work, device_s, costs)
+        if placement.slots == 1:
+            alone["turns"] = device_s + max(alone["h2d"], alone["d2h"] * (phase.verb == "backward"))
+        whole_s += phase.times * max(_drive_s(alone, both), *alone.values())
+        each_s.append([phase.times * seconds for seconds in alone.values()])
+    together = map(sum, zip(*each_s, strict=True))
+    turns = 2 * batch.sweeps - 1
+    apart_s = whole_s - turns * _ahead_s(spec, placement, batch, costs)
+    least = max(APART * whole_s, apart_s) if turns == 1 else apart_s
+    return max(least, *together, *_shared(Work().plus(*[phase.whole for phase in phases]), costs))
 
 
 def _ahead_s(spec: ModelSpec, placement: Placement, batch: Batch, costs: Costs) -> float:
-    """Seconds that transfers may be ahead of the computation, or behind it, at the turn from forward to backward: what
-    slots hold, at the rate of the slowest.  With several sweeps there are many such turns: no end is known."""
-    if batch.sweeps > 1:
-        return inf
+    """Seconds that transfers may be ahead of the computation, or behind it, where a forward or backward ends: what
+    slots hold, at the rate of the slowest."""
     pools = slot_bytes(
         spec, placement, saved_bytes(spec, placement, batch), micro_products_bytes(spec, placement, batch)
     )
@@ -60,25 +85,25 @@ def _ahead_s(spec: ModelSpec, placement: Placement, batch: Batch, costs: Costs) 
     return placement.slots * sum(pools.values()) / min(costs.rates[lane] for lane in lanes)
 
 
-def _drive_s(alone: Mapping[str, float], costs: Costs) -> float:
-    """Seconds of a drive that reads and writes at once for as long as it can, as far as that is any faster."""
-    read_s, write_s, both = alone["disk_read"], alone["disk_write"], Sharing(costs).both
+def _drive_s(alone: Mapping[str, float], both: float) -> float:
+    """Seconds of a drive that reads and writes at once for as long as it can, as far as that is any faster; `both`:
+    what is then left of the speed of each."""
+    read_s, write_s = alone["disk_read"], alone["disk_write"]
     return read_s + write_s - max(0.0, 2 - 1 / both) * min(read_s, write_s)
 
 
 def _shared(work: Work, costs: Costs) -> Iterator[float]:
     """Seconds of drive and host memory for all that passes them, as far as it is known what they give to several."""
     if "disk_both" in costs.rates:
-        yield (work["disk_read"] + work["disk_write"]) / costs.rates["disk_both"]
+        yield (work.disk_read + work.disk_write) / costs.rates["disk_both"]
     if "memory_shared" in costs.rates:
         yield _memory_bytes(work, costs) / costs.rates["memory_shared"]
 
 
 def _memory_bytes(work: Work, costs: Costs) -> float:
     """Bytes that work reads and writes in host memory."""
-    updated_bytes = work["cpu"] * costs.spec.recipe.moved_bytes(costs.placement.storage)
-    copied_bytes = (work["h2d"] + work["d2h"]) * (2 if costs.placement.unified else 1)
-    return (work["disk_read"] + work["disk_write"]) * DISK_PASSES + updated_bytes + copied_bytes
+    copied_bytes = (work.h2d + work.d2h) * (2 if costs.placement.unified else 1)
+    return (work.disk_read + work.disk_write) * DISK_PASSES + work.cpu * costs.moved_bytes + copied_bytes
 
 
 def _most_memory(costs: Costs) -> float:
@@ -86,8 +111,7 @@ def _most_memory(costs: Costs) -> float:
     rates, passes = costs.rates, 2 if costs.placement.unified else 1
     if "memory_shared" not in rates:
         return inf
-    moved = costs.spec.recipe.moved_bytes(costs.placement.storage)
-    alone = (moved / costs.update_s, passes * rates["h2d"], passes * rates["d2h"])
+    alone = (costs.moved_bytes / costs.update_s, passes * rates["h2d"], passes * rates["d2h"])
     drive = (DISK_PASSES * rates["disk_read"], DISK_PASSES * rates["disk_write"])
     return max(rates["memory_shared"], *alone, *drive)
 
@@ -100,38 +124,53 @@ def computed_s(spec: ModelSpec, placement: Placement, batch: Batch, machine: Mac
 
 def written_bytes(spec: ModelSpec, placement: Placement, batch: Batch) -> int:
     """Bytes of a step that go to the drive."""
-    return sum(work["disk_write"] for work in work_of(spec, placement, batch))
+    return sum(phase.whole.disk_write for phase in phases_of(spec, placement, batch))
 
 
-def work_of(spec: ModelSpec, placement: Placement, batch: Batch) -> tuple[Work, Work]:
-    """What forward and backward move, without what depends on the order of a step."""
-    disk = {kind: getattr(placement, kind) == "disk" for kind in ("parameters", "gradients", "optimizer")}
-    trained, state, gradients, weights = _sizes(spec)
-    forward, backward = Work(), Work()
-    update = forward if placement.commit == "hold" else backward
-    update["cpu"] += trained
-    update["disk_read"] += disk["optimizer"] * state
-    update["disk_write"] += disk["optimizer"] * state + disk["parameters"] * weights
-    sums = (batch.sweeps - 1) * trained * SUM_BYTES
-    backward["disk_read"] += disk["gradients"] * sums
-    backward["disk_write"] += disk["gradients"] * (sums + (placement.commit != "in_place") * gradients)
-    if placement.commit == "hold":
-        forward["disk_read"] += disk["gradients"] * gradients
+def phases_of(spec: ModelSpec, placement: Placement, batch: Batch) -> list[Phase]:
+    """What the forwards and backwards of a step move, without what depends on their order."""
     passing = inside(placement)
-    backward["h2d"] += ("seed.g" not in passing) * sums
-    backward["d2h"] += ("drain.g" not in passing) * (sums + gradients)
-    for phase, once_bytes in zip((forward, backward), _fetched(spec), strict=True):
-        fetched = batch.sweeps * once_bytes
-        phase["disk_read"] += disk["parameters"] * fetched
-        phase["h2d"] += ("compute" in placement.weight_route and "fetch.w" not in passing) * fetched
-    saved = num_saved(spec, placement.kept) * batch.num_micros * batch.sweeps * saved_bytes(spec, placement, batch)
-    forward["disk_write"] += (placement.activations == "disk") * saved
-    backward["disk_read"] += (placement.activations == "disk") * saved
+    forward, backward = _each(spec, placement, batch, passing)
+    updates, rounded = _updates(spec, placement, passing)
+    held, more = placement.commit == "hold", batch.sweeps - 1
+    first = Phase("forward", 1, forward.plus(updates) if held else forward)
+    last = backward.plus(rounded) if held else backward.plus(rounded, updates)
+    if not more:
+        return [first, Phase("backward", 1, last)]
+    opened, added = _sums(spec, placement, passing)
+    between = Phase("backward", more - 1, backward.plus(added, opened))
+    rest = [Phase("forward", more, forward), between, Phase("backward", 1, last.plus(added))]
+    return [first, Phase("backward", 1, backward.plus(opened)), *rest]
+
+
+def _updates(spec: ModelSpec, placement: Placement, passing: Collection[str]) -> tuple[Work, Work]:
+    """What updates move, and gradients on their way home once they are whole."""
+    trained, state, gradients, weights = _sizes(spec)
+    state, weights = state * (placement.optimizer == "disk"), weights * (placement.parameters == "disk")
+    stored = gradients * (placement.gradients == "disk" and placement.commit != "in_place")
+    read = state + gradients * (placement.gradients == "disk" and placement.commit == "hold")
+    return Work(read, state + weights, cpu=trained), Work(disk_write=stored, d2h=("drain.g" not in passing) * gradients)
+
+
+def _sums(spec: ModelSpec, placement: Placement, passing: Collection[str]) -> tuple[Work, Work]:
+    """What gradients to which more is added move: on their way home, and back."""
+    sums = _sizes(spec)[0] * SUM_BYTES
+    stored = (placement.gradients == "disk") * sums
+    opened = Work(disk_write=stored, d2h=("drain.g" not in passing) * sums)
+    return opened, Work(disk_read=stored, h2d=("seed.g" not in passing) * sums)
+
+
+def _each(spec: ModelSpec, placement: Placement, batch: Batch, passing: Collection[str]) -> tuple[Work, Work]:
+    """What every forward and every backward moves."""
+    bus = "compute" in placement.weight_route and "fetch.w" not in passing
+    forward, backward = (
+        Work((placement.parameters == "disk") * fetched, h2d=bus * fetched) for fetched in _fetched(spec)
+    )
+    saved = num_saved(spec, placement.kept) * batch.num_micros * saved_bytes(spec, placement, batch)
+    stored, left = (placement.activations == "disk") * saved, 0
     if placement.activations != "device" and not placement.unified:
-        results = batch.sweeps * products_bytes(spec, placement, batch)
-        forward["d2h"] += saved + results
-        backward["h2d"] += saved + results
-    return forward, backward
+        left = saved + products_bytes(spec, placement, batch)
+    return forward.plus(Work(disk_write=stored, d2h=left)), backward.plus(Work(stored, h2d=left))
 
 
 @once
@@ -158,9 +197,18 @@ def _fetched(spec: ModelSpec) -> tuple[int, int]:
     return fetched(range(len(spec.seats))), fetched(spec.unfolding_seats)
 
 
-def _seconds(work: Work, costs: Costs) -> dict[str, float]:
-    lanes = ("disk_read", "disk_write", "h2d", "d2h")
-    return {lane: work[lane] / costs.rates[lane] for lane in lanes} | {"cpu": work["cpu"] * costs.update_s}
+def _seconds(work: Work, device_s: float, costs: Costs) -> dict[str, float]:
+    """Seconds of each lane, and of what they share, with nothing beside them."""
+    rates, update_s = costs.rates, work.cpu * costs.update_s
+    return {
+        "disk_read": work.disk_read / rates["disk_read"],
+        "disk_write": work.disk_write / rates["disk_write"],
+        "h2d": work.h2d / rates["h2d"],
+        "d2h": work.d2h / rates["d2h"],
+        "cpu": update_s,
+        "device": device_s + update_s * costs.placement.unified,  # which share the cores
+        "memory": _memory_bytes(work, costs) / _most_memory(costs),
+    }
 
 
 def _device_s(spec: ModelSpec, placement: Placement, batch: Batch, costs: Costs, verb: str) -> float:

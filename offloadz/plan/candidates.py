@@ -165,6 +165,11 @@ class Space:
         seats = len(self.spec.unfolding_seats)
         return most(seats, lambda count: kept_bytes(self.spec, replace(place, kept=count), batch) <= limit)
 
+    def graphs_of(self, place: Placement, most: int) -> int:
+        """How many graphs a placement keeps at most, where those of `most_graphs` are the most of any: what is asked
+        for is kept wherever inputs are."""
+        return most if may_keep(place, self.wishes.recompute) or self.wishes.recompute != "auto" else place.kept
+
     @property
     def goes_over(self) -> bool:
         """Whether a run may come to shadow by itself."""

@@ -12,13 +12,13 @@ ladder decide; of other cuts only those few are walked that could win most.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from math import inf
 
 from offloadz.plan.bounds import computed_s, least_s, written_bytes
 from offloadz.plan.candidates import Candidate, Space
 from offloadz.plan.estimate import estimate
 from offloadz.plan.footprint import Batch
-from offloadz.plan.kept import may_keep
 from offloadz.plan.placement import KINDS, Placement
 
 TIE = 0.02
@@ -50,7 +50,20 @@ class Choice:
     """What decides between equally fast ones, less being better: bytes written, kinds that stay on the device, bytes of
     memory, place in the order."""
     least_s: float
-    step_s: float = 0.0
+    """By bytes and rates alone."""
+    walked_s: float = 0.0
+    """As far as it was simulated: at least so much."""
+    whole: bool = False
+    """Whether that was all of it."""
+
+    @property
+    def at_least_s(self) -> float:
+        return max(self.least_s, self.walked_s)
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step, the mean where it comes in two ways; without end as long as nobody had to know."""
+        return self.walked_s if self.whole else inf
 
 
 def fastest(space: Space, first: Candidate) -> tuple[Candidate, int]:
@@ -70,19 +83,32 @@ def fastest(space: Space, first: Candidate) -> tuple[Candidate, int]:
 
 
 def _of_one_cut(space: Space, choices: Sequence[Choice]) -> tuple[Choice, int]:
-    """The fastest of those with the batch cut by the rule, and how many were simulated."""
-    choices = [one for one in choices if not any(_does_less(other, one) for other in choices)]
-    choices.sort(key=lambda choice: choice.mildness)
-    least = min(choice.least_s for choice in choices)
-    walked: list[Choice] = []
-    for number, choice in enumerate([min(choices, key=lambda choice: choice.least_s), *choices]):
-        best = min((other.step_s for other in walked), default=choice.least_s)
-        if choice not in walked and choice.least_s <= best * (1 + TIE) and len(walked) < MOST:
-            choice.step_s = _step_s(space, choice)
-            walked.append(choice)
-        if number and choice in walked and choice.step_s <= least * (1 + TIE):
-            return choice, len(walked)  # the milder ones are slower
-    return _mildest(walked), len(walked)
+    """Of those with the batch cut by the rule the mildest that comes as close to the least possible time as makes no
+    difference, or where none does, that is as fast as the fastest; and how many were simulated."""
+    some = [one for one in choices if not any(_does_less(other, one) for other in choices)]
+    walks, rivals = Walks(space), sorted(some, key=lambda one: (_is_told_low(one), one.least_s))
+    mildest, near_s = sorted(some, key=lambda one: one.mildness), min(one.least_s for one in some) * (1 + TIE)
+
+    def counts(step_s: float) -> bool:
+        """Whether so many seconds are as fast as the fastest, for which those are simulated that may be faster."""
+        for rival in rivals:
+            if rival.at_least_s * (1 + TIE) < step_s <= walks.fast_s:
+                walks.tell(rival)
+        return step_s <= walks.fast_s
+
+    for mild in mildest:
+        if mild.at_least_s <= near_s and walks.tell(mild, near_s) <= near_s:
+            return mild, len(walks.done)  # the milder ones are slower
+    for mild in mildest:
+        if counts(mild.at_least_s) and counts(walks.tell(mild)):
+            break
+    return _mildest(walks.done), len(walks.done)
+
+
+def _is_told_low(choice: Choice) -> bool:
+    """Whether bytes and rates tell least of a step: lanes then wait for each other most."""
+    place = choice.candidate.placement
+    return place.slots == 1 or place.activations == "disk"
 
 
 def _sooner(
@@ -92,14 +118,12 @@ def _sooner(
 
     `others`: that may be sooner done than so many seconds.
     """
-    usual.step_s = usual.step_s or _step_s(space, usual)
-    goal_s, walked = usual.step_s * (1 - gain), list[Choice]()
-    for choice in _soonest(others(goal_s), usual):
-        if choice.least_s <= min((other.step_s for other in walked), default=goal_s):
-            choice.step_s = _step_s(space, choice)
-            walked.append(choice)
-    better = [choice for choice in walked if choice.step_s < goal_s]
-    return (_mildest(better) if better else usual), len(walked)
+    walks = Walks(space, Walks(space).tell(usual) * (1 - gain))
+    for choice in _soonest(others(walks.goal_s), usual):
+        if choice.least_s <= walks.best_s:
+            walks.tell(choice)
+    better = [choice for choice in walks.done if choice.step_s < walks.goal_s]
+    return (_mildest(better) if better else usual), len(walks.done)
 
 
 def _soonest(choices: Iterable[Choice], usual: Choice) -> list[Choice]:
@@ -119,7 +143,7 @@ def _with_results(space: Space, usual: Choice, choices: Iterable[Choice], goal_s
     for plain in (one for one in choices if one.mildness[0] <= usual.mildness[0]):
         kept, batch = plain.candidate, plain.candidate.batch
         own_s, cheap = min(goal_s, plain.least_s * (1 - TIE)), space.most_results(kept, space.results_bytes(batch))
-        if cheap and _least_s(space, batch, _committed(space, replace(kept.placement, cheap=cheap))) < own_s:
+        if cheap and _may_take(space, batch, replace(kept.placement, cheap=cheap), own_s):
             yield from (made for made in _made(space, plain) if made.least_s < own_s)
 
 
@@ -138,7 +162,7 @@ def _hopeful(space: Space, usual: Choice, goal_s: float, known: Mapping[Tiers, C
 
     def ways(place: Placement, graphs: int, results_bytes: int) -> Iterator[Placement]:
         """With the most that it can keep of its forwards."""
-        place = replace(place, kept=graphs if may_keep(place, space.wishes.recompute) else place.kept)
+        place = replace(place, kept=space.graphs_of(place, graphs))
         yield place
         same = known.get(_tiers(place)) if _tiers(place) in near else None
         if same is not None and (cheap := space.most_results(same.candidate, results_bytes)):
@@ -148,7 +172,7 @@ def _hopeful(space: Space, usual: Choice, goal_s: float, known: Mapping[Tiers, C
         most = space.most_graphs(batch), space.results_bytes(batch)
 
         def hopeful(place: Placement, batch: Batch = batch, most: tuple[int, int] = most) -> bool:
-            return any(_least_s(space, batch, _committed(space, way)) < goal(way) for way in ways(place, *most))
+            return any(_may_take(space, batch, way, goal(way)) for way in ways(place, *most))
 
         every = replace(place, kept=most[0], cheap=max(place.cheap, space.num_able))
         if computed_s(space.spec, every, batch, space.machine) < goal_s:
@@ -158,9 +182,12 @@ def _hopeful(space: Space, usual: Choice, goal_s: float, known: Mapping[Tiers, C
                 yield from (choice for choice in found if choice.least_s < goal(choice.candidate.placement))
 
 
-def _committed(space: Space, place: Placement) -> list[Placement]:
-    """With the ways of committing that a run comes to by itself."""
-    return [place, *[replace(place, commit="shadow")] * space.goes_over]
+def _may_take(space: Space, batch: Batch, place: Placement, most_s: float) -> bool:
+    """Whether a step may take less than so many seconds, with the ways of committing that a run comes to by itself."""
+    held_s = least_s(space.spec, place, batch, space.machine)
+    if not space.goes_over or _mean(held_s, computed_s(space.spec, place, batch, space.machine)) >= most_s:
+        return held_s < most_s and not space.goes_over
+    return _mean(held_s, least_s(space.spec, replace(place, commit="shadow"), batch, space.machine)) < most_s
 
 
 def _tiers(place: Placement) -> Tiers:
@@ -173,11 +200,50 @@ def _mildest(walked: Sequence[Choice]) -> Choice:
     return min((choice for choice in walked if choice.step_s <= best * (1 + TIE)), key=lambda choice: choice.mildness)
 
 
-def _step_s(space: Space, choice: Choice) -> float:
-    """Seconds of a step, the mean where it comes in two ways."""
-    ways = [way for way in (choice.candidate, choice.beside) if way is not None]
-    times = [estimate(space.spec, way.placement, way.batch, space.machine).step_s for way in ways]
-    return (times[0] + min(times)) / 2
+@dataclass
+class Walks:
+    """What was simulated; `goal_s`: the seconds of a step that one has to be below to be of use."""
+
+    space: Space
+    goal_s: float = inf
+    done: list[Choice] = field(default_factory=list)
+
+    @property
+    def best_s(self) -> float:
+        return min((one.step_s for one in self.done), default=self.goal_s)
+
+    @property
+    def fast_s(self) -> float:
+        """Seconds of a step up to which it counts as fast as the best."""
+        return self.best_s * (1 + TIE)
+
+    def tell(self, choice: Choice, most_s: float = inf) -> float:
+        """Seconds of a step, simulated as far as it takes to know whether they are more than `most_s` or than makes a
+        difference; without end where they are, and where `MOST` others were simulated."""
+        if choice not in self.done and len(self.done) < MOST:
+            self.done.append(choice)
+        limit_s = min(most_s, self.goal_s, self.fast_s)
+        if choice in self.done and not choice.whole and choice.at_least_s <= limit_s:
+            _simulate(self.space, choice, limit_s)
+        return choice.step_s
+
+
+def _simulate(space: Space, choice: Choice, most_s: float) -> None:
+    """Simulate its steps; the second way only if the mean may then be `most_s`."""
+
+    def step_s(way: Candidate) -> float:
+        return estimate(space.spec, way.placement, way.batch, space.machine).step_s
+
+    held_s, beside = step_s(choice.candidate), choice.beside
+    if beside is not None:
+        choice.walked_s = _mean(held_s, least_s(space.spec, beside.placement, beside.batch, space.machine))
+    if beside is None or choice.walked_s <= most_s:
+        choice.walked_s, choice.whole = held_s if beside is None else _mean(held_s, step_s(beside)), True
+
+
+def _mean(held_s: float, beside_s: float) -> float:
+    """Seconds of a step that comes in both ways as often, the second where it is sooner done."""
+    return (held_s + min(held_s, beside_s)) / 2
 
 
 def _does_less(one: Choice, other: Choice) -> bool:
@@ -219,4 +285,4 @@ def _choice(space: Space, bare: Candidate, candidate: Candidate, beside: Candida
 def _least_s(space: Space, batch: Batch, ways: Sequence[Placement]) -> float:
     """Seconds that no step is shorter than, the mean where it comes in two ways."""
     least = [least_s(space.spec, way, batch, space.machine) for way in ways]
-    return (least[0] + min(least)) / 2
+    return _mean(least[0], least[-1])

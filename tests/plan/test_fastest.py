@@ -117,6 +117,27 @@ def test_a_bound_is_one(spec: ModelSpec, machine: Machine) -> None:
         assert least_s(spec, place, batch, machine) <= found_s * (1.01 if 0 < cheap < 99 else 1), place
 
 
+@pytest.mark.parametrize(
+    ("spec", "machine"), [(SPEC, card()), (SPEC, processor(64 * GIB)), (llama("13B"), desktop(64, 1))]
+)
+@pytest.mark.parametrize(("sweeps", "slots"), [(1, 1), (2, 1), (2, 2), (4, 2)])
+def test_a_bound_is_one_over_several_sweeps_and_with_one_slot(
+    spec: ModelSpec, machine: Machine, sweeps: int, slots: int
+) -> None:
+    """And where sums go to the drive it tells of most of the step."""
+    from offloadz.plan.footprint import Batch
+
+    batch, shares = Batch(8, 256, 2, sweeps), []
+    for tiers, commit in product([("host",) * 4, ("host", "disk", "disk", "host"), ("disk",) * 4], ("hold", "shadow")):
+        place = Placement(
+            *tiers, unified=machine.unified, storage="bfloat16", commit=commit, copies=2, slots=slots,
+            accumulate=sweeps > 1,
+        )  # fmt: skip
+        found_s = estimate(spec, place, batch, machine).step_s
+        shares.append(least_s(spec, place, batch, machine) / found_s)
+    assert 0.7 < max(shares) <= 1, shares
+
+
 @pytest.mark.parametrize(("name", "clipping"), [*((name, False) for name in SHAPES), ("13B", True)])
 def test_more_memory_or_another_drive_is_never_slower(name: str, clipping: bool) -> None:
     """Beyond what counts as equally fast."""
@@ -254,6 +275,17 @@ def test_a_large_model_is_decided_by_few_short_walks(work: tuple[Counting, Count
     assert 2 <= walks <= 4 * (MOST + MOST_CUTS) and work[1].count < 1500
     decide(spec, machine, asked(machine))
     assert work[0].count == walks
+
+
+@pytest.mark.parametrize("recompute", ["auto", "all", "none", "cheap"])
+def test_a_bound_counts_no_graph_as_made_again_that_is_kept(recompute: str) -> None:
+    """Where every block recomputes the head may keep its own."""
+    space = Space(SPEC, card(4 * GIB), replace(WISHES, recompute=recompute))
+    batch = space.first()[0].batch
+    kept = [(space.keeping(one).placement, space.graphs_of(one.placement, space.most_graphs(batch)))
+            for one in space.others(batch)]  # fmt: skip
+    assert kept and all(place.kept <= most for place, most in kept)
+    assert recompute != "all" or any(place.kept for place, _ in kept)
 
 
 def test_a_refusal_walks_nothing(work: tuple[Counting, Counting]) -> None:
