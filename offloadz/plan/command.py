@@ -7,10 +7,12 @@ others, and times are marked so; bytes are exact for storage and a formula for c
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -54,13 +56,14 @@ def plan_command(
     `find`: see `question.question`.
     """
     config = _config(config_path, overrides)
-    asked = question(config, machine_name, sets, find, weightless=True, cut=_cut(config, machine_name))
-    plan = asked.answer()
-    more = more_of(asked, plan, len(config.offload.swap))
-    if as_json:
-        print(json.dumps(plan.to_json() | {"more": more.to_json()}, indent=2))
-    else:
-        _print_plan(asked, plan, list(_missing(config, machine_name)), more)
+    with _no_collector():
+        asked = question(config, machine_name, sets, find, weightless=True, cut=_cut(config, machine_name))
+        plan = asked.answer()
+        more = more_of(asked, plan, len(config.offload.swap))
+        if as_json:
+            print(json.dumps(plan.to_json() | {"more": more.to_json()}, indent=2))
+        else:
+            _print_plan(asked, plan, list(_missing(config, machine_name)), more)
     if not plan.fits:
         print(plan.refusal(), file=sys.stderr)
     return 0 if plan.fits else 3
@@ -97,6 +100,17 @@ def show_command(
     if not plan.fits:
         print(f"this program {plan.refusal()}", file=sys.stderr)
     return 0
+
+
+@contextmanager
+def _no_collector() -> Iterator[None]:
+    """Without the search for cycles, which walks over all that was made again and again: a plan makes a hundred
+    thousand ops and no cycle."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def _config(config_path: str | Path, overrides: Sequence[str]) -> Config:

@@ -44,8 +44,13 @@ def may_keep(placement: Placement, recompute: str) -> bool:
 
 def kept_bytes(spec: ModelSpec, placement: Placement, batch: Batch) -> int:
     """Bytes of all graphs that a sweep keeps, when its forward has come to the end."""
-    alike = seats_alike(spec, spec.keeping_seats(placement.kept))
-    return sum(count * graph_kept_bytes(spec, seat, placement, batch) for seat, count in alike)
+    return sum(count * graph_kept_bytes(spec, seat, placement, batch) for seat, count in _keeping(spec, placement.kept))
+
+
+@once
+def _keeping(spec: ModelSpec, kept: int) -> tuple[tuple[int, int], ...]:
+    """Seats that keep their graph: one of each kind, and how many are like it."""
+    return tuple(seats_alike(spec, spec.keeping_seats(kept)))
 
 
 def graph_kept_bytes(spec: ModelSpec, seat: int, placement: Placement, batch: Batch) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from offloadz.plan.alike import part_kinds, unit_kinds
+from offloadz.plan.alike import once, part_kinds, unit_kinds
 from offloadz.plan.share import ALONE, Share
 from offloadz.plan.spec import ITEM_BYTES, PIECE_BYTES, ModelSpec, Unit, aligned
 
@@ -142,31 +142,29 @@ def slot_bytes(spec: ModelSpec, placement: Placement, saved_bytes: int = 0, prod
     """Bytes of one slot of each pool (`tier.kind`) the placement needs.  Of a micro-batch `saved_bytes`: the largest
     saved input; `product_bytes`: the most results of products that are kept."""
     item = ITEM_BYTES[placement.compute]
-    parts = [part for part, trained in part_kinds(spec) if trained]
-    kinds = unit_kinds(spec)
-    pools: dict[str, int] = {}
-    if "host" in placement.weight_route[1:]:
-        pools["host.w"] = max(k.unit.weight_bytes for k in kinds)
-    if "shard" in placement.weight_route:
-        pools["shard.w"] = max(k.unit.weight_bytes for k in kinds)
-    if "whole" in placement.weight_route:
-        pools["whole.w"] = max(k.unit.whole_bytes for k in kinds)
-    if "compute" in placement.weight_route:
-        pools["compute.w"] = max(k.unit.compute_bytes(item) for k in kinds)
-    if not parts:
+    pools, route = dict[str, int](), placement.weight_route
+    if "host" in route[1:]:
+        pools["host.w"] = _largest(spec, "weight_bytes")
+    if "shard" in route:
+        pools["shard.w"] = _largest(spec, "weight_bytes")
+    if "whole" in route:
+        pools["whole.w"] = _largest(spec, "whole_bytes")
+    if "compute" in route:
+        pools["compute.w"] = _largest_computed(spec, item)
+    any_bytes, trained_bytes, state_bytes = _largest_parts(spec)
+    if not trained_bytes:
         return pools
-    pools["compute.g"] = max(k.unit.slope_bytes for k in kinds)
+    pools["compute.g"] = _largest(spec, "slope_bytes")
     if placement.share.shards > 1:
         pools["shard.g"] = pools["compute.g"]  # every rank's terms of the own shard: as many as the whole has
     if placement.gradients == "disk" or placement.commit == "in_place":
-        pools["host.g"] = max(k.unit.grad_bytes(accumulates(spec, placement, k.index)) for k in kinds)
+        pools["host.g"] = _largest_gradient(spec, placement.accumulate)
     if "host" in placement.part_route[1:]:
-        pools["host.p"] = aligned(max(p.weight_bytes for p, _ in part_kinds(spec)))
-    largest_state = max(p.state_bytes for p in parts)
-    if "host" in placement.state_route[1:] and largest_state:
-        pools["host.s"] = aligned(largest_state)
+        pools["host.p"] = aligned(any_bytes)
+    if "host" in placement.state_route[1:] and state_bytes:
+        pools["host.s"] = aligned(state_bytes)
     if "host" in placement.grad_part_route[1:] and placement.commit != "in_place":
-        pools["host.h"] = aligned(max(p.weight_bytes for p in parts), PIECE_BYTES)  # a transfer ends a checksum piece
+        pools["host.h"] = aligned(trained_bytes, PIECE_BYTES)  # a transfer ends a checksum piece
     if placement.activations == "disk":
         pools["host.x"] = aligned(saved_bytes, PIECE_BYTES)  # a transfer ends a checksum piece
     if placement.activations != "device" and not placement.unified:
@@ -174,6 +172,32 @@ def slot_bytes(spec: ModelSpec, placement: Placement, saved_bytes: int = 0, prod
     if placement.cheap and len(placement.products_route) > 1:
         pools["compute.y"] = aligned(product_bytes)
     return pools
+
+
+@once
+def _largest(spec: ModelSpec, size: str) -> int:
+    """Bytes of the unit that has most, by the name of one of its sizes."""
+    sizes: list[int] = [getattr(kind.unit, size) for kind in unit_kinds(spec)]
+    return max(sizes)
+
+
+@once
+def _largest_computed(spec: ModelSpec, item_bytes: int) -> int:
+    return max(kind.unit.compute_bytes(item_bytes) for kind in unit_kinds(spec))
+
+
+@once
+def _largest_gradient(spec: ModelSpec, accumulate: bool) -> int:
+    """Bytes of the largest stored gradient; `accumulate`: of every unit as an fp32 sum."""
+    return max(kind.unit.grad_bytes(accumulate or kind.index in spec.shared_units) for kind in unit_kinds(spec))
+
+
+@once
+def _largest_parts(spec: ModelSpec) -> tuple[int, int, int]:
+    """Most bytes of the weights of a part, of one that is trained, and of such a one's state; 0 where there is none."""
+    trained = [part for part, is_trained in part_kinds(spec) if is_trained]
+    each = max((part.weight_bytes for part, _ in part_kinds(spec)), default=0)
+    return each, max((p.weight_bytes for p in trained), default=0), max((p.state_bytes for p in trained), default=0)
 
 
 def passing_bytes(spec: ModelSpec, placement: Placement) -> int:

@@ -36,16 +36,22 @@ what makes the next, and written."""
 
 def products_bytes(spec: ModelSpec, placement: Placement, batch: Batch) -> int:
     """Bytes of all results that a sweep keeps, when its forward has come to the end."""
-    alike = seats_alike(spec, sorted(product_seats(spec, placement.cheap, placement.kept)))
+    alike = _making(spec, placement.cheap, placement.kept)
     tokens = batch.rows_per_sweep * batch.length
     return sum(count * int(tokens * product_token_bytes(spec, seat, placement)) for seat, count in alike)
 
 
 def micro_products_bytes(spec: ModelSpec, placement: Placement, batch: Batch) -> int:
     """Bytes of one micro-batch's results of the seat that keeps most of them."""
-    alike = seats_alike(spec, sorted(product_seats(spec, placement.cheap, placement.kept)))
+    alike = _making(spec, placement.cheap, placement.kept)
     most = max((product_token_bytes(spec, seat, placement) for seat, _ in alike), default=0.0)
     return int(batch.tokens_per_micro * most)
+
+
+@once
+def _making(spec: ModelSpec, cheap: int, kept: int) -> tuple[tuple[int, int], ...]:
+    """Seats that keep results of their products: one of each kind, and how many are like it."""
+    return tuple(seats_alike(spec, sorted(product_seats(spec, cheap, kept))))
 
 
 def product_token_bytes(spec: ModelSpec, seat: int, placement: Placement) -> float:

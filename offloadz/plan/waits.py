@@ -28,9 +28,10 @@ def bottleneck_told(found: Prediction, commit: str) -> str:
     updating = {op.verb for op in found.program.ops if op.phase == "update"}
     updating -= {op.verb for op in found.program.ops if op.phase != "update"}
     meanwhile: dict[str, float] = {}
+    idle = idle_spans(timeline, name)
     for span in timeline.spans:
         what = "updates" if span.text.split()[0] in updating else span.lane
-        meanwhile[what] = meanwhile.get(what, 0.0) + _outside(span, idle_spans(timeline, name))
+        meanwhile[what] = meanwhile.get(what, 0.0) + _outside(span, idle)
     most = max(meanwhile, key=lambda what: meanwhile[what], default="")
     if most == "updates":
         most = "updates, which wait for the norm" if commit == "hold" else "updates"
