@@ -356,8 +356,7 @@ class ModelSpec:
     @cached_property
     def first_trained_seat(self) -> int:
         """Index of the lowest seat with something to train; nothing runs backward below it."""
-        trained = (i for i, seat in enumerate(self.seats) if any(self.units[u].trainable for u in seat.units))
-        return next(trained, len(self.seats))
+        return next((i for i, s in enumerate(self.seats) for u in s.units if self.units[u].trainable), len(self.seats))
 
     @cached_property
     def unfolding_seats(self) -> tuple[int, ...]:
