@@ -270,9 +270,9 @@ class BlockSeat:
         sections = room.weights(self.unit, op.reads[0])
         again = self._held if call.turn.kept == GRAPH else self._again
         graph = again(op, call, micro, sections)
-        if self.trainable:
-            self.body.aim(graph.leaves, room.slopes(self.unit, op.reads[-1]))
-        with self.body.lent(graph.leaves):  # for what a block runs again by itself (`torch.utils.checkpoint`)
+        slopes = room.slopes(self.unit, op.writes[-1]) if op.writes else []
+        taking = self.body.taking(graph.leaves, slopes, adds=set(op.writes) <= set(op.reads))
+        with taking, self.body.lent(graph.leaves):  # lent to what a block runs again itself (`torch.utils.checkpoint`)
             graph.backward(sections, [self._cut_grad(call, index, micro, grad) for index, grad in enumerate(grads)])
         if call.wants_hidden:
             self._put_back(call, micro, graph.hidden, back)

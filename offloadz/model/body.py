@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -44,22 +45,25 @@ class Body:
             m.name: (i, m.start, m.shape) for i, s in enumerate(unit.sections if unit else ()) for m in s.members
         }
         self._trained = {m.name for s in (unit.sections if unit else ()) if s.trainable for m in s.members}
+        self._due: dict[str, Tensor] = {}
+        """Where first gradients of the backward under way are to be written, of those that have not come."""
 
     def views(self, sections: list[Tensor]) -> dict[str, Tensor]:
         """Shaped views of flat sections, by parameter name."""
-        out = {}
-        for name, (index, start, shape) in self._members.items():
-            out[name] = sections[index][start : start + prod(shape)].view(shape)
-        return out
+        return {name: self._view(sections, name) for name in self._members}
+
+    def _view(self, sections: list[Tensor], name: str) -> Tensor:
+        index, start, shape = self._members[name]
+        return sections[index][start : start + prod(shape)].view(shape)
 
     def leaves(self, sections: list[Tensor], touched: set[str]) -> dict[str, Tensor]:
-        """Views that require gradients, see `aim`; notes in `touched` who got one."""
+        """Views that require gradients, see `taking`; notes in `touched` who got one."""
         weights = self.views(sections)
         for name in self._trained - self.frozen():
             leaf = weights[name].detach().requires_grad_()
             if leaf.dtype != torch.float32:
                 leaf.grad_dtype = torch.float32
-            leaf.register_post_accumulate_grad_hook(lambda _, name=name: touched.add(name))  # type: ignore[misc]
+            leaf.register_post_accumulate_grad_hook(partial(self._come, name, touched))
             weights[name] = leaf
         return weights
 
@@ -74,12 +78,26 @@ class Body:
         inner = (module for module in self.module.modules() if module is not self.module)
         return hooked(inner) or any(True for _ in self.module.buffers())
 
-    def aim(self, leaves: Mapping[str, Tensor], slopes: list[Tensor]) -> None:
-        """Let the gradients of `leaves` be added in place to the slope sections."""
-        for name, leaf in leaves.items():
-            if leaf.requires_grad:
-                index, start, shape = self._members[name]
-                leaf.grad = slopes[index][start : start + prod(shape)].view(shape)
+    @contextmanager
+    def taking(self, leaves: Mapping[str, Tensor], slopes: list[Tensor], adds: bool) -> Iterator[None]:
+        """While this lasts the gradients of `leaves` come to the slope sections: added in place to what these hold, or
+        in place of it, and zeros where none came."""
+        views = {name: self._view(slopes, name) for name in self._trained}
+        self._due = {} if adds else dict(views)
+        for name in views if adds else ():
+            if leaves[name].requires_grad:
+                leaves[name].grad = views[name]
+        yield
+        for slope in self._due.values():
+            slope.zero_()
+
+    def _come(self, name: str, touched: set[str], leaf: Tensor) -> None:
+        """A gradient has come: a first one as a tensor of its own, which is now written where it is to be."""
+        touched.add(name)
+        if name in self._due:
+            slope = self._due.pop(name)
+            torch.add(leaf.grad, 0.0, out=slope)  # the bits of a sum that began at zero, which is never -0.0
+            leaf.grad = slope
 
     def frozen(self) -> set[str]:
         """Names of parameters that take no gradient now: by themselves at rest, as a user may set from step to step."""

@@ -105,7 +105,7 @@ class HeadSeat:
         weight, *bias = room.weights(op.unit, op.reads[0])
         tile = Tile(weight.view(member.shape), None, member.first_row, *bias)
         if with_slope:
-            slopes, still = room.slopes(op.unit, op.reads[-1]), self.body.frozen()
+            slopes, still = room.slopes(op.unit, op.writes[-1]), self.body.frozen()
             self.stage.touched.update({place.name for place in self.body.places} - still)
             tile.slope = slopes[0].view(member.shape) if member.name not in still else None
             tile.bias_slope = slopes[1] if bias and sections[1].members[0].name not in still else None

@@ -159,7 +159,7 @@ class TableSeat:
         if not section.trainable:  # only a tied head's bias is
             return
         member = section.members[0]
-        slope = self.stage.session.room.slopes(op.unit, op.reads[-1])[0].view(member.shape)
+        slope = self.stage.session.room.slopes(op.unit, op.writes[-1])[0].view(member.shape)
         for wanted, rows in self.stage.rows_due.get(self.index, []):
             a, b = torch.searchsorted(
                 wanted, torch.tensor([member.first_row, member.first_row + member.shape[0]])

@@ -230,16 +230,18 @@ class Script(Upkeep):
             return
         for unit in seat.units:
             places = self.weights(unit)
-            slope = self.open_gradient(unit)
+            holds = seat.kind == "head" or unit in self.grads
+            slope = self.open_gradient(unit, zeroed=seat.kind == "head")
             for micro in range(turn.micros):
                 saved = self.left(turn, unit, micro) if turn.kept or seat.kind != "head" else ()
                 self.apply()
-                self.compute("backward", turn, unit, micro, (*places, *saved, *slope), slope)
+                summed = slope * (holds or micro > 0)
+                self.compute("backward", turn, unit, micro, (*places, *saved, *summed), slope)
             held = (f"w{unit}@host",) if self.placement.parameters == "disk" else ()
             self.close_gradient(unit, unit not in more and unit not in self.spec.table_units, held)
 
-    def open_gradient(self, unit: int) -> tuple[str, ...]:
-        """A gradient slot that holds zeros or the sum so far."""
+    def open_gradient(self, unit: int, zeroed: bool = True) -> tuple[str, ...]:
+        """A gradient slot that holds the sum so far, or else zeros if it has to be `zeroed`."""
         if not self.spec.units[unit].trainable:
             return ()
         if self.grads.get(unit) == "done":
@@ -253,7 +255,7 @@ class Script(Upkeep):
             self.along(route, "g", f"g{unit}", self.sums(unit, route[0]), unit=unit, nbytes=nbytes)
             if not self.placement.share.sums_whole:
                 self.ops[-1] = self.ops[-1]._replace(verb="seed.g")
-        else:
+        elif zeroed:
             self.emit("h2d", "zero.g", writes=slope, unit=unit, nbytes=nbytes)
         return slope
 
