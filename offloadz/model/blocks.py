@@ -287,7 +287,7 @@ class BlockSeat:
         """The graph of a micro-batch from its saved input, and from results of its products as far as they were
         kept."""
         room, key = self.stage.session.room, (call.turn.call, micro)
-        *_, results, place = op.reads[:-1] if self.trainable else op.reads
+        *_, results, place = (place for place in op.reads if place not in op.writes)
         hidden = room.saved_input(*key, place)
         products = room.graphs.pop(key, None)
         if products is None:

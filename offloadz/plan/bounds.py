@@ -148,16 +148,17 @@ def _updates(spec: ModelSpec, placement: Placement, passing: Collection[str]) ->
     trained, state, gradients, weights = _sizes(spec)
     state, weights = state * (placement.optimizer == "disk"), weights * (placement.parameters == "disk")
     stored = gradients * (placement.gradients == "disk" and placement.commit != "in_place")
+    moved = ("drain.g" not in passing) * (gradients // 2 if placement.direct else gradients)  # direct: read alone
     read = state + gradients * (placement.gradients == "disk" and placement.commit == "hold")
-    return Work(read, state + weights, cpu=trained), Work(disk_write=stored, d2h=("drain.g" not in passing) * gradients)
+    return Work(read, state + weights, cpu=trained), Work(disk_write=stored, d2h=moved)
 
 
 def _sums(spec: ModelSpec, placement: Placement, passing: Collection[str]) -> tuple[Work, Work]:
     """What gradients to which more is added move: on their way home, and back."""
     sums = _sizes(spec)[0] * SUM_BYTES
-    stored = (placement.gradients == "disk") * sums
-    opened = Work(disk_write=stored, d2h=("drain.g" not in passing) * sums)
-    return opened, Work(disk_read=stored, h2d=("seed.g" not in passing) * sums)
+    stored, moved = (placement.gradients == "disk") * sums, (not placement.direct) * sums
+    opened = Work(disk_write=stored, d2h=("drain.g" not in passing) * moved)
+    return opened, Work(disk_read=stored, h2d=("seed.g" not in passing) * moved)
 
 
 def _each(spec: ModelSpec, placement: Placement, batch: Batch, passing: Collection[str]) -> tuple[Work, Work]:

@@ -102,11 +102,17 @@ class Placement:
         return self._to_host(self.optimizer)
 
     @property
+    def direct(self) -> bool:
+        """Whether gradients are made where they are kept, or go to a drive from: where host and device are one memory,
+        nothing is rounded or added up over ranks, and one is kept at all."""
+        alike = self.unified and self.compute == self.storage == "float32"
+        return alike and self.share.ranks == 1 and self.commit != "in_place"
+
+    @property
     def grad_route(self) -> tuple[str, ...]:
-        """Tiers from the gradient slot to the home of the gradients."""
-        return {"disk": ("compute", "host", "disk"), "host": ("compute", "host"), "device": ("compute", "device")}[
-            self.gradients
-        ]
+        """Tiers from where gradients are made to their home."""
+        route = {"disk": ("host", "disk"), "host": ("host",), "device": ("device",)}[self.gradients]
+        return route if self.direct else ("compute", *route)
 
     @property
     def grad_part_route(self) -> tuple[str, ...]:
@@ -154,7 +160,8 @@ def slot_bytes(spec: ModelSpec, placement: Placement, saved_bytes: int = 0, prod
     any_bytes, trained_bytes, state_bytes = _largest_parts(spec)
     if not trained_bytes:
         return pools
-    pools["compute.g"] = _largest(spec, "slope_bytes")
+    if "compute" in placement.grad_route:
+        pools["compute.g"] = _largest(spec, "slope_bytes")
     if placement.share.shards > 1:
         pools["shard.g"] = pools["compute.g"]  # every rank's terms of the own shard: as many as the whole has
     if placement.gradients == "disk" or placement.commit == "in_place":

@@ -89,6 +89,10 @@ class Owed:
 
 NOTHING = Owed()
 
+CLOSING = ("drain.g", "square.g")
+STATES = dict.fromkeys(("backward", "scatter", "save.g"), "sum") | dict.fromkeys(CLOSING, "done")
+"""What ops leave of a gradient, if they write one: terms to which others may come, or all of them."""
+
 
 def graph_of(turn: Turn, unit: int, micro: int) -> tuple[str, ...]:
     """The place of a graph that is kept from forward to backward."""
@@ -241,14 +245,14 @@ class Script(Upkeep):
             self.close_gradient(unit, unit not in more and unit not in self.spec.table_units, held)
 
     def open_gradient(self, unit: int, zeroed: bool = True) -> tuple[str, ...]:
-        """A gradient slot that holds the sum so far, or else zeros if it has to be `zeroed`."""
+        """Where a gradient is made: it holds the sum so far, or else zeros if it has to be `zeroed`."""
         if not self.spec.units[unit].trainable:
             return ()
         if self.grads.get(unit) == "done":
             raise RuntimeError(
                 f"{self.spec.units[unit].name}: a second backward in a step whose gradients were already rounded"
             )
-        slope = (f"g{unit}@compute",)
+        slope = self.slope(unit)
         nbytes = self.spec.units[unit].slope_bytes
         if self.grads.get(unit) == "sum":
             route = tuple(reversed(self.placement.grad_route))
@@ -259,13 +263,18 @@ class Script(Upkeep):
             self.emit("h2d", "zero.g", writes=slope, unit=unit, nbytes=nbytes)
         return slope
 
+    def slope(self, unit: int) -> tuple[str, ...]:
+        """Places a gradient is made at: a slot, or its home."""
+        first, *onward = self.placement.grad_route
+        return (f"g{unit}@{first}",) if onward else self.sums(unit, first)
+
     def sums(self, unit: int, tier: str) -> tuple[str, ...]:
         """Places of a gradient at rest that further terms may come to."""
         return tuple(f"g{unit}.{k}@{tier}" for k in self.spec.units[unit].summed_parts)
 
     def over_ranks(self, unit: int, last: bool) -> tuple[str, ...]:
         """The gradient over all ranks, of which each gets its shard; a sum that is kept whole, when it is complete."""
-        places, share = (f"g{unit}@compute",), self.placement.share
+        places, share = self.slope(unit), self.placement.share
         if share.ranks == 1 or (share.sums_whole and not last):
             return places
         nbytes = self.from_others(self.spec.units[unit].slope_bytes)
@@ -286,6 +295,9 @@ class Script(Upkeep):
         if not last and not accumulates(self.spec, self.placement, unit):
             raise RuntimeError(f"{self.spec.units[unit].name}: several backward turns in a step planned for one")
         places = self.over_ranks(unit, last)
+        if last and self.placement.direct:
+            nbytes = self.grad_bytes(unit, last) // 2  # read, and not written
+            self.emit("d2h", "square.g", reads=places, writes=places, unit=unit, nbytes=nbytes)
         in_place = last and self.placement.commit == "in_place"
         route = ("compute", "host") if in_place else self.placement.grad_route
         for tier, onward in pairwise(route):

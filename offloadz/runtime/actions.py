@@ -100,9 +100,9 @@ def fetch_w(room: Room, op: Op) -> None:
 
 
 def zero_g(room: Room, op: Op) -> None:
-    """A gradient slot set to zero, as far as its unit reaches."""
-    slot = room.slots[op.writes[0]]
-    ctypes.memset(slot.data_ptr(), 0, room.spec.units[op.unit].slope_bytes)
+    """Where a gradient is made set to zero, as far as its unit reaches."""
+    slope = room.unit_bytes("g", op.unit, op.writes[0])
+    ctypes.memset(slope.data_ptr(), 0, room.spec.units[op.unit].slope_bytes)
 
 
 def fetch_g(room: Room, op: Op) -> None:
@@ -123,6 +123,12 @@ def drain_g(room: Room, op: Op) -> None:
     for k, slope in room.slopes_of(unit.trained_parts, op.unit, op.reads[0]):
         target = room.grad_part(op.unit, k, op.writes[0], DTYPES[unit.parts[k].dtype])
         room.squares[op.unit, k] = native.drain_(target, slope)
+
+
+def square_g(room: Room, op: Op) -> None:
+    """The sum of squares of a gradient that was made where it is kept: as `drain_g` gives it."""
+    for k, slope in room.slopes_of(room.spec.units[op.unit].trained_parts, op.unit, op.reads[0]):
+        room.squares[op.unit, k] = native.sum_squares(slope)
 
 
 def seed_g(room: Room, op: Op) -> None:
@@ -244,6 +250,7 @@ ACTIONS: dict[str, Callable[[Room, Op], None]] = {
     "zero.g": zero_g,
     "save.g": save_g,
     "drain.g": drain_g,
+    "square.g": square_g,
     "save.x": save_x,
     "update": update,
     "flip": flip,

@@ -250,8 +250,8 @@ class Room:
         return self.stored_weights(unit, place)
 
     def slopes(self, unit: int, place: str) -> list[Tensor]:
-        """Flat fp32 gradient sections of a slot."""
-        return slope_sections(self.spec.units[unit], self.slots[place])
+        """Flat fp32 gradient sections where a gradient is made: in a slot, or at home, which is then laid out alike."""
+        return slope_sections(self.spec.units[unit], self.unit_bytes("g", unit, place))
 
     def slopes_of(self, parts: tuple[int, ...], unit: int, place: str) -> Iterator[tuple[int, Tensor]]:
         """(part, its flat fp32 gradient) in a slot, for some parts of a unit."""

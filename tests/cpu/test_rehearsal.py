@@ -248,6 +248,7 @@ LATE_S = 0.02
 EDGES = [
     ("fetch.w", "forward"), ("zero.g", "backward"), ("fetch.x", "backward"),
     ("backward", "drain.g"), ("backward", "fetch.w"), ("forward", "fetch.w"), ("drain.g", "zero.g"),
+    ("drain.g", "backward"),
     ("load.w", "fetch.w"), ("fetch.w", "load.w"), ("save.x", "store.x"), ("drain.g", "store.g"),
 ]  # fmt: skip
 

@@ -16,6 +16,7 @@ from offloadz.plan.footprint import Batch
 from offloadz.plan.ops import Program
 from offloadz.plan.placement import Placement
 from offloadz.plan.predict import step_program
+from offloadz.plan.steps import CLOSING
 
 TIERS = ("device", "host", "disk")
 
@@ -25,7 +26,7 @@ def late(program: Program) -> list[str]:
     at, ended, found = 0, {}, []
     for op in program.ops:
         at += op.lane == "device"
-        if op.verb == "drain.g":
+        if op.verb in CLOSING:
             ended[op.unit] = at
         elif op.phase == "arrival" and at > ended.get(op.unit, at):
             found.append(op.text())

@@ -151,7 +151,7 @@ def test_the_walk_stands_before_each_computation() -> None:
     assert walk.waiting_for is None and walk.index == len(program)
 
 
-@pytest.mark.parametrize("verb", ["load.w", "store.x", "drain.g", "update"])
+@pytest.mark.parametrize("verb", ["load.w", "store.x", "square.g", "update"])
 def test_a_failed_op_fails_what_depends_on_it_and_nothing_waits(verb: str) -> None:
     program = compiled(step_program(SPEC, DISK, 2), DISK)
     found = Meaning()
