@@ -90,7 +90,7 @@ class Owed:
 NOTHING = Owed()
 
 CLOSING = ("drain.g", "square.g")
-STATES = dict.fromkeys(("backward", "scatter", "save.g"), "sum") | dict.fromkeys(CLOSING, "done")
+TERMS = dict.fromkeys(("backward", "scatter", "save.g"), "sum") | dict.fromkeys(CLOSING, "done")
 """What ops leave of a gradient, if they write one: terms to which others may come, or all of them."""
 
 

@@ -27,7 +27,7 @@ from offloadz.plan.errors import UpdateFailed
 from offloadz.plan.left import left_by
 from offloadz.plan.ops import LANES, Op, Program
 from offloadz.plan.pace import program_of
-from offloadz.plan.steps import CLOSING, STATES, Backward, Finish, Forward, Owed, Phase, Spread, Turn, Updates
+from offloadz.plan.steps import CLOSING, TERMS, Backward, Finish, Forward, Owed, Phase, Spread, Turn, Updates
 from offloadz.plan.walk import Frontier, Walk
 from offloadz.runtime.device_actions import TABLES
 from offloadz.runtime.devices import delays
@@ -286,8 +286,8 @@ class Session:
         self.walk.advance()
 
     def _observe(self, op: Op) -> None:
-        if op.verb in STATES and op.writes:
-            self.grads[op.unit] = STATES[op.verb]
+        if op.verb in TERMS and op.writes:
+            self.grads[op.unit] = TERMS[op.verb]
         if op.verb in CLOSING and self.placement.commit != "hold":
             self.arrive(op.unit)
 
