@@ -64,7 +64,7 @@ def test_a_gpus_copies_go_over_its_link_and_zeros_do_not() -> None:
     assert found.busy_s and half.busy_s
     weights = 2 * sum(unit.weight_bytes for unit in model().units)  # once forward, once backward; the table at home
     zeros = found.busy_s["h2d"] - 2 * (found.busy_s["h2d"] - half.busy_s["h2d"])
-    slopes = sum(unit.slope_bytes for unit in model().units)
+    slopes = sum(unit.slope_bytes for unit in model().units if unit.kind == "tile")  # others are written
     assert zeros == pytest.approx(slopes / 1e12, rel=0.1), "made on the GPU, at the rate of its own memory"
     moved = 2 * (found.busy_s["h2d"] - half.busy_s["h2d"]) * 1e8
     assert moved >= weights
