@@ -96,7 +96,8 @@ class Body:
         touched.add(name)
         if name in self._due:
             slope = self._due.pop(name)
-            torch.add(leaf.grad, 0.0, out=slope)  # the bits of a sum that began at zero, which is never -0.0
+            come = leaf.grad.to_dense()  # some tables give their gradients as rows (`sparse=True`)
+            torch.add(come, 0.0, out=slope)  # the bits of a sum that began at zero, which is never -0.0
             leaf.grad = slope
 
     def frozen(self) -> set[str]:

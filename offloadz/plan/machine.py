@@ -147,7 +147,8 @@ MOST_SOURCE = 160
 def rates_told(rates_source: str) -> str:
     """In words where the rates of a prediction come from; long lists of sources are cut (`rates_source` has all)."""
     if len(rates_source) > MOST_SOURCE:
-        rates_source = rates_source[:MOST_SOURCE].rpartition(" ")[0].rstrip(";,") + " ... (all with plan --json)"
+        some = rates_source[:MOST_SOURCE].rpartition(" ")[0].rstrip(";,") + " ..."
+        rates_source = some + ")" * (some.count("(") - some.count(")")) + " (all with plan --json)"
     if rates_source.startswith(UNVERIFIED):
         return f"from {rates_source} rates; nothing was measured on this machine"
     return f"from the rates of {rates_source}; nothing was measured by this command"

@@ -39,6 +39,15 @@ def test_what_lay_there_does_not_count_and_zeros_are_positive() -> None:
     assert torch.equal(weight, torch.tensor([[2.0, -1.0, 1.0]] * 2)) and torch.equal(bias, torch.ones(2))
 
 
+def test_a_table_inside_a_block_may_give_its_gradient_as_rows() -> None:
+    rows = torch.tensor([[2, 0], [2, 2]])
+    held, sections, slopes = body(nn.Embedding(4, 3, sparse=True))
+    leaves = held.leaves(sections, set())
+    with held.taking(leaves, slopes, adds=False):
+        nn.functional.embedding(rows, leaves["b.weight"], sparse=True).sum().backward()
+    assert torch.equal(held.views(slopes)["b.weight"], torch.tensor([1.0, 0.0, 3.0, 0.0])[:, None].expand(4, 3))
+
+
 class Turning(nn.Module):
     """A block of which every step uses one of two weights."""
 

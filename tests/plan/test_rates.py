@@ -100,6 +100,6 @@ def test_a_step_is_not_shorter_than_what_its_lanes_share_takes() -> None:
 
 def test_long_lists_of_sources_are_cut_for_people() -> None:
     told = rates_told("machine file a.toml (" + "disk_read: measured on a drive; " * 40 + ")")
-    assert len(told) < 300 and "... (all with plan --json)" in told
+    assert len(told) < 300 and "...) (all with plan --json)" in told
     assert told.endswith("nothing was measured by this command")
     assert "..." not in rates_told("machine file a.toml")
