@@ -185,8 +185,10 @@ def _hopeful(space: Space, usual: Choice, goal_s: float, known: Mapping[Tiers, C
 def _may_take(space: Space, batch: Batch, place: Placement, most_s: float) -> bool:
     """Whether a step may take less than so many seconds, with the ways of committing that a run comes to by itself."""
     held_s = least_s(space.spec, place, batch, space.machine)
-    if not space.goes_over or _mean(held_s, computed_s(space.spec, place, batch, space.machine)) >= most_s:
-        return held_s < most_s and not space.goes_over
+    if not space.goes_over:
+        return held_s < most_s
+    if _mean(held_s, computed_s(space.spec, place, batch, space.machine)) >= most_s:
+        return False  # no way of committing computes less
     return _mean(held_s, least_s(space.spec, replace(place, commit="shadow"), batch, space.machine)) < most_s
 
 
