@@ -63,7 +63,8 @@ class Body:
             leaf = weights[name].detach().requires_grad_()
             if leaf.dtype != torch.float32:
                 leaf.grad_dtype = torch.float32
-            leaf.register_post_accumulate_grad_hook(partial(self._come, name, touched))
+            leaf.register_hook(partial(_note, name, touched))
+            leaf.register_post_accumulate_grad_hook(partial(self._come, name))
             weights[name] = leaf
         return weights
 
@@ -87,14 +88,17 @@ class Body:
         for name in views if adds else ():
             if leaves[name].requires_grad:
                 leaves[name].grad = views[name]
-        yield
-        for slope in self._due.values():
-            slope.zero_()
+        try:
+            yield
+            for slope in self._due.values():
+                slope.zero_()
+        finally:
+            self._due = {}  # they keep their memory
 
-    def _come(self, name: str, touched: set[str], leaf: Tensor) -> None:
-        """A gradient has come: a first one as a tensor of its own, which is now written where it is to be."""
-        touched.add(name)
-        if name in self._due:
+    def _come(self, name: str, leaf: Tensor) -> None:
+        """What has come, if anything: a first gradient is a tensor of its own, which is now written where it is to
+        be."""
+        if leaf.grad is not None and name in self._due:
             slope = self._due.pop(name)
             come = leaf.grad.to_dense()  # some tables give their gradients as rows (`sparse=True`)
             torch.add(come, 0.0, out=slope)  # the bits of a sum that began at zero, which is never -0.0
@@ -124,3 +128,9 @@ class Body:
     def stand_out(self) -> None:
         """The module answers for itself again."""
         self.module.__dict__.pop("forward", None)
+
+
+def _note(name: str, touched: set[str], grad: Tensor | None) -> None:
+    """Note who gets a gradient: a function of a user may answer with none, and an optimizer lets such a one be."""
+    if grad is not None:
+        touched.add(name)

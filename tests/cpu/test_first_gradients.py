@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -46,6 +49,42 @@ def test_a_table_inside_a_block_may_give_its_gradient_as_rows() -> None:
     with held.taking(leaves, slopes, adds=False):
         nn.functional.embedding(rows, leaves["b.weight"], sparse=True).sum().backward()
     assert torch.equal(held.views(slopes)["b.weight"], torch.tensor([1.0, 0.0, 3.0, 0.0])[:, None].expand(4, 3))
+
+
+class Silent(torch.autograd.Function):
+    """A product by a weight that answers with no gradient for it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad * ctx.saved_tensors[0], None
+
+
+@pytest.mark.parametrize("adds", [False, True])
+def test_an_answer_without_a_gradient_is_none(adds: bool) -> None:
+    held, sections, slopes = body(nn.Embedding(3, 2))
+    for slope in slopes:
+        slope.fill_(4.0 if adds else float("nan"))
+    touched: set[str] = set()
+    leaves = held.leaves(sections, touched)
+    with held.taking(leaves, slopes, adds=adds):
+        Silent.apply(torch.ones(3, 2, requires_grad=True), leaves["b.weight"]).sum().backward()
+    assert not touched and torch.equal(slopes[0], torch.full((6,), 4.0 * adds))
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_slot_is_let_go_behind_a_backward(fails: bool) -> None:
+    held, sections, slopes = body(nn.Linear(3, 2))
+    leaves, slot = held.leaves(sections, set()), weakref.ref(slopes[0].untyped_storage())
+    with suppress(InterruptedError), held.taking(leaves, slopes, adds=False):
+        if fails:
+            raise InterruptedError
+    slopes.clear()
+    assert slot() is None
 
 
 class Turning(nn.Module):
