@@ -286,7 +286,7 @@ class Session:
         self.walk.advance()
 
     def _observe(self, op: Op) -> None:
-        if op.verb in TERMS and op.writes:
+        if op.verb in CLOSING or (op.verb in TERMS and op.writes):  # a rank closes what it keeps no part of, too
             self.grads[op.unit] = TERMS[op.verb]
         if op.verb in CLOSING and self.placement.commit != "hold":
             self.arrive(op.unit)
