@@ -93,10 +93,11 @@ template <class Grad, bool kHalves> static void adam_decay(const UpdateArgs &a, 
 }
 
 static void adam_part(const UpdateArgs &a, int64_t begin, int64_t end) {
+  const bool halves = a.weight_format == kSplit;
   if (a.grad_is_bf16)
-    (a.low ? adam_decay<uint16_t, true> : adam_decay<uint16_t, false>)(a, begin, end);
+    (halves ? adam_decay<uint16_t, true> : adam_decay<uint16_t, false>)(a, begin, end);
   else
-    (a.low ? adam_decay<float, true> : adam_decay<float, false>)(a, begin, end);
+    (halves ? adam_decay<float, true> : adam_decay<float, false>)(a, begin, end);
 }
 
 static void split_master(uint16_t *__restrict weight, uint16_t *__restrict low, const uint32_t *__restrict master,
