@@ -25,16 +25,17 @@ static inline void random_pair(Words out[2], const UpdateArgs &a, Words spread) 
   out[1] = out[0] * kPartner;
 }
 
-static inline void widen_pair(Floats out[2], const uint16_t *at) {
-  Halves high = halves_at(at);
+template <bool kNatural = false> static inline void widen_pair(Floats out[2], const uint16_t *at) {
+  Halves high = dealt<kNatural>(halves_at(at));
   out[0] = floats_of(even_words(Halves{}, high));
   out[1] = floats_of(odd_words(Halves{}, high));
 }
 
-template <bool kHalves> static inline void weight_pair(Floats out[2], const UpdateArgs &a, int64_t at) {
+template <bool kHalves, bool kNatural = false>
+static inline void weight_pair(Floats out[2], const UpdateArgs &a, int64_t at) {
   const uint16_t *weight = static_cast<const uint16_t *>(a.weight) + at;
-  if (!kHalves) return widen_pair(out, weight);
-  Halves low = halves_at(a.low + at), high = halves_at(weight) - (low >> 15);
+  if (!kHalves) return widen_pair<kNatural>(out, weight);
+  Halves low = dealt<kNatural>(halves_at(a.low + at)), high = dealt<kNatural>(halves_at(weight)) - (low >> 15);
   out[0] = floats_of(even_words(low, high));
   out[1] = floats_of(odd_words(low, high));
 }
@@ -76,13 +77,14 @@ static inline void moment_pairs(const UpdateArgs &a, Floats m[2], Floats v[2], F
     m[j] = m[j] * fade.m, v[j] = v[j] * fade.v;
 }
 
-// On their way into rounded moments gradients get their scale later: see [Note: factors put together].
+// On their way into rounded moments gradients get their scale later: see [Note: factors put together].  For those of
+// float32 they come in natural order.
 template <bool kHalves, bool kDecoupled, bool kRounded>
 static inline void grad_pair(const UpdateArgs &a, Floats g[2], int64_t at) {
   Floats p[2];
-  widen_pair(g, static_cast<const uint16_t *>(a.grad) + at);
+  widen_pair<!kRounded>(g, static_cast<const uint16_t *>(a.grad) + at);
   if (kRounded && kDecoupled) return;
-  if (!kDecoupled) weight_pair<kHalves>(p, a, at);
+  if (!kDecoupled) weight_pair<kHalves, !kRounded>(p, a, at);
   for (int j = 0; j < 2; ++j) {
     g[j] = g[j] * a.grad_scale;
     if (!kDecoupled) g[j] = g[j] + a.decay * p[j];
@@ -113,14 +115,14 @@ static inline void take_in(const UpdateArgs &a, Moments &b, int64_t begin) {
 }
 
 // The inverse of weight_pair: with halves the weight is rounded to nearest.
-template <bool kHalves> static inline void put_weights(const UpdateArgs &a, const Words bits[2], int64_t at) {
-  Halves high = upper<16>(bits[0], bits[1]);
-  if (kHalves) {
-    Halves low = lower(bits[0], bits[1]);
-    put(a.low + at, low);
-    high = high + (low >> 15);
-  }
-  put(static_cast<uint16_t *>(a.weight) + at, high);
+template <bool kHalves, bool kNatural = false>
+static inline void put_weights(const UpdateArgs &a, const Words bits[2], int64_t at) {
+  uint16_t *weight = static_cast<uint16_t *>(a.weight) + at;
+  if (!kHalves) return put(weight, upper<16>(bits[0], bits[1]));
+  Halves low, high;
+  split<kNatural>(&low, &high, bits[0], bits[1]);
+  put(a.low + at, low);
+  put(weight, high + (low >> 15));
 }
 
 template <bool kHalves, bool kDecoupled>
@@ -224,38 +226,45 @@ static void rounded_loop(const UpdateArgs &args, int64_t begin, int64_t end) {
 // block at a time, rounded moments took up to a third longer (docs/log.md).
 constexpr int64_t kAhead = 256; // elements, 56 lines: nearer they come too late, further ahead they are gone again
 
+constexpr int64_t kLine = 32; // elements, of halves a line and of numbers two
+
 // Always inlined: gcc leaves out calls of a function that does nothing but ask.
 [[gnu::always_inline]] static inline void ask_ahead(const UpdateArgs &a, int64_t at) {
   const void *const arrays[] = {a.grad, a.weight, a.low};
   for (const void *halves : arrays)
     __builtin_prefetch(static_cast<const uint16_t *>(halves) + at, 0, 0);
   for (const void *moment : a.moments)
-    for (int i = 0; i < 2 * kLanes; i += 16)
+    for (int i = 0; i < kLine; i += 16)
       __builtin_prefetch(static_cast<const float *>(moment) + at + i, 0, 0);
 }
 
-// Float32 moments need no random bits and no scale: one sweep.
+// As adam_loop in kernels.inl.
+template <bool kDecoupled> [[gnu::always_inline]] static inline void exact_pair(const UpdateArgs &a, int64_t at) {
+  float *first = static_cast<float *>(a.moments[0]) + at, *second = static_cast<float *>(a.moments[1]) + at;
+  Floats g[2], p[2];
+  Words bits[2];
+  grad_pair<true, kDecoupled, false>(a, g, at);
+  weight_pair<true, true>(p, a, at);
+  for (int j = 0; j < 2; ++j) {
+    Floats m = floats_at(first + j * kLanes), v = floats_at(second + j * kLanes);
+    if (kDecoupled) p[j] = p[j] * a.keep;
+    m = m + a.one_minus_beta1 * (g[j] - m);
+    v = v * a.beta2 + (a.one_minus_beta2 * g[j]) * g[j];
+    p[j] = p[j] + (a.minus_step_size * m) / (root_of(v) * a.inverse_root2 + a.eps);
+    put(first + j * kLanes, m);
+    put(second + j * kLanes, v);
+    bits[j] = words_of(p[j]);
+  }
+  put_weights<true, true>(a, bits, at);
+}
+
+// Float32 moments need no random bits and no scale: one sweep, a line of halves in a turn.
 template <bool kDecoupled> static void exact_loop(const UpdateArgs &args, int64_t begin, int64_t end) {
   const UpdateArgs a = args;
-  float *first = static_cast<float *>(a.moments[0]), *second = static_cast<float *>(a.moments[1]);
-  for (int64_t at = begin; at < end; at += 2 * kLanes) {
+  for (int64_t at = begin; at < end; at += kLine) {
     ask_ahead(a, at + kAhead);
-    Floats g[2], p[2], m[2], v[2];
-    Words bits[2];
-    grad_pair<true, kDecoupled, false>(a, g, at);
-    weight_pair<true>(p, a, at);
-    floats_at(m, first + at);
-    floats_at(v, second + at);
-    for (int j = 0; j < 2; ++j) {
-      if (kDecoupled) p[j] = p[j] * a.keep;
-      m[j] = m[j] + a.one_minus_beta1 * (g[j] - m[j]);
-      v[j] = v[j] * a.beta2 + (a.one_minus_beta2 * g[j]) * g[j];
-      p[j] = p[j] + (a.minus_step_size * m[j]) / (root_of(v[j]) * a.inverse_root2 + a.eps);
-      bits[j] = words_of(p[j]);
-    }
-    put_floats(first + at, m);
-    put_floats(second + at, v);
-    put_weights<true>(a, bits, at);
+    for (int64_t i = 0; i < kLine; i += 2 * kLanes)
+      exact_pair<kDecoupled>(a, at + i);
   }
 }
 

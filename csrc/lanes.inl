@@ -3,8 +3,9 @@
 //
 // [Note: unpacked order] Two vectors of halves become two of words by interleaving them, which these processors do
 // within groups of 128 bits: the "even" vector gets elements 0-3, 8-11, ..., the "odd" one 4-7, 12-15, ...  Packing two
-// words back into halves undoes it.  So every load and store here goes through halves, and an order that is natural
-// again only in memory costs nothing.  Numbers of 32 bits in memory are brought into that order four by four.
+// words back into halves undoes it.  So where every load and store goes through halves, an order that is natural again
+// only in memory costs nothing.  Where numbers of 32 bits lie in memory too, their vectors pass as they are, and halves
+// are `dealt` before they are interleaved: then the first vector gets the first elements (kNatural).
 
 constexpr int kLanes = OFFLOADZ_LANES; // 16 for AVX-512, 8 for AVX2
 
@@ -30,6 +31,16 @@ static inline void put(uint16_t *at, Halves halves) {
   __builtin_memcpy(at, &halves, sizeof(halves));
 }
 
+static inline Floats floats_at(const float *at) {
+  Floats floats;
+  __builtin_memcpy(&floats, at, sizeof(floats));
+  return floats;
+}
+
+static inline void put(float *at, Floats floats) {
+  __builtin_memcpy(at, &floats, sizeof(floats));
+}
+
 // The indices of the elements of an even vector; those of the odd one are four more.
 static inline Words even_indices() {
   Words lanes;
@@ -48,36 +59,31 @@ static inline Words odd_words(Halves low, Halves high) {
   return (Words)_mm512_unpackhi_epi16((__m512i)low, (__m512i)high);
 }
 
-static inline void floats_at(Floats pair[2], const float *at) {
-  __m512 first = _mm512_loadu_ps(at), second = _mm512_loadu_ps(at + 16);
-  pair[0] = (Floats)_mm512_shuffle_f32x4(first, second, 0x88);
-  pair[1] = (Floats)_mm512_shuffle_f32x4(first, second, 0xdd);
+template <bool kNatural> static inline Halves dealt(Halves halves) {
+  const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
+  return kNatural ? (Halves)_mm512_permutexvar_epi64(order, (__m512i)halves) : halves;
 }
 
-static inline void put_floats(float *at, const Floats pair[2]) {
-  const Words first = {0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23}, second = first + 8u;
-  _mm512_storeu_ps(at, _mm512_permutex2var_ps((__m512)pair[0], (__m512i)first, (__m512)pair[1]));
-  _mm512_storeu_ps(at + 16, _mm512_permutex2var_ps((__m512)pair[0], (__m512i)second, (__m512)pair[1]));
-}
-
-constexpr struct Picks { // of each number of two vectors its low or its high half, brought back into one
+struct Picks { // of each number of two vectors its low or its high half, brought back into one
   uint16_t at[2 * kLanes];
-  constexpr explicit Picks(int half) : at() {
+  constexpr Picks(int half, bool natural) : at() {
     for (int i = 0; i < 2 * kLanes; ++i)
-      at[i] = uint16_t((i / 4 % 2 * kLanes + i / 8 * 4 + i % 4) * 2 + half);
+      at[i] = uint16_t((natural ? i : i / 4 % 2 * kLanes + i / 8 * 4 + i % 4) * 2 + half);
   }
-} kLow(0), kHigh(1);
+};
 
-static inline Halves picked(Words even, const Picks &picks, Words odd) {
+template <int kHalf, bool kNatural> static inline Halves picked(Words even, Words odd) {
+  static constexpr Picks picks(kHalf, kNatural);
   return (Halves)_mm512_permutex2var_epi16((__m512i)even, (__m512i)halves_at(picks.at), (__m512i)odd);
 }
 
 template <int kShift> static inline Halves upper(Words even, Words odd) { // shifted down by 16 or more
-  return picked(even, kHigh, odd) >> (kShift - 16);
+  return picked<1, false>(even, odd) >> (kShift - 16);
 }
 
-static inline Halves lower(Words even, Words odd) {
-  return picked(even, kLow, odd);
+template <bool kNatural> static inline void split(Halves *low, Halves *high, Words even, Words odd) {
+  *low = picked<0, kNatural>(even, odd);
+  *high = picked<1, kNatural>(even, odd);
 }
 
 static inline Halves packed_signed(Words even, Words odd) {
@@ -140,29 +146,21 @@ static inline Words odd_words(Halves low, Halves high) {
   return (Words)_mm256_unpackhi_epi16((__m256i)low, (__m256i)high);
 }
 
-static inline void floats_at(Floats pair[2], const float *at) {
-  for (int j = 0; j < 2; ++j)
-    pair[j] =
-        (Floats)_mm256_insertf128_ps(_mm256_castps128_ps256(_mm_loadu_ps(at + 4 * j)), _mm_loadu_ps(at + 4 * j + 8), 1);
-}
-
-static inline void put_floats(float *at, const Floats pair[2]) {
-  for (int j = 0; j < 2; ++j) {
-    _mm_storeu_ps(at + 4 * j, _mm256_castps256_ps128((__m256)pair[j]));
-    _mm_storeu_ps(at + 4 * j + 8, _mm256_extractf128_ps((__m256)pair[j], 1));
-  }
-}
-
-static inline Halves packed(Words even, Words odd) { // numbers below 2^16
-  return (Halves)_mm256_packus_epi32((__m256i)even, (__m256i)odd);
+template <bool kNatural> static inline Halves dealt(Halves halves) { // its own inverse
+  return kNatural ? (Halves)_mm256_permute4x64_epi64((__m256i)halves, 0xd8) : halves;
 }
 
 template <int kShift> static inline Halves upper(Words even, Words odd) { // shifted down by 16 or more
-  return packed(even >> kShift, odd >> kShift);
+  return (Halves)_mm256_packus_epi32((__m256i)(even >> kShift), (__m256i)(odd >> kShift));
 }
 
-static inline Halves lower(Words even, Words odd) {
-  return packed(even & 0xffffu, odd & 0xffffu);
+// Four low halves and four high ones beside each other, then the eight of a kind.
+template <bool kNatural> static inline void split(Halves *low, Halves *high, Words even, Words odd) {
+  const __m256i kinds =
+      _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15));
+  const __m256i first = _mm256_shuffle_epi8((__m256i)even, kinds), second = _mm256_shuffle_epi8((__m256i)odd, kinds);
+  *low = dealt<kNatural>((Halves)_mm256_unpacklo_epi64(first, second));
+  *high = dealt<kNatural>((Halves)_mm256_unpackhi_epi64(first, second));
 }
 
 static inline Halves packed_signed(Words even, Words odd) {
