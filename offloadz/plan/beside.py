@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from operator import truediv
 
 from offloadz.plan.ops import Op
 
@@ -56,29 +57,42 @@ class Queues:
 
 @dataclass
 class SharedLane:
-    """What a lane did: `work_s`, seconds of all its ops with nothing beside them; (op, start, end) in seconds."""
+    """What a lane did: its ops, when each started and ended, and `work_s`, the seconds of all with nothing beside."""
 
     work_s: float
-    spans: list[tuple[Op, float, float]]
+    ops: list[Op]
+    starts_s: list[float]
+    ends_s: list[float]
+
+    @property
+    def spans(self) -> list[tuple[Op, float, float]]:
+        """(op, start, end) in seconds."""
+        return list(zip(self.ops, self.starts_s, self.ends_s, strict=True))
+
+    @property
+    def taken_s(self) -> float:
+        """Seconds that it was busy."""
+        return sum([end - start for start, end in zip(self.starts_s, self.ends_s, strict=True)])
 
 
 def settled(
     queues: Queues,
     ops: Sequence[Op],
-    cost: Callable[[Op], float],
+    work_s: Sequence[float],
     speeds: Callable[[Active], Iterable[float]],
 ) -> dict[str, SharedLane]:
     """What the lanes do until all `ops`, which were submitted in this order, have been done.
 
-    `cost` gives the seconds of an op with nothing beside it, `speeds` what is left of the speed of each op where these
-    run at once.
+    `work_s`: the seconds of each with nothing beside it.  `speeds` gives what is left of the speed of each op where
+    these run at once.
     """
-    work_s = [cost(op) for op in ops]
     starts_s, ends_s = _times(queues, ops, work_s, speeds)
     lanes = {}
     for name, queue in queues.by_name.items():
-        spans = [(ops[number], starts_s[number], ends_s[number]) for number in queue.numbers]
-        lanes[name] = SharedLane(sum([work_s[number] for number in queue.numbers]), spans)
+        alone_s, started_s, ended_s = (
+            [told[number] for number in queue.numbers] for told in (work_s, starts_s, ends_s)
+        )
+        lanes[name] = SharedLane(sum(alone_s), [ops[number] for number in queue.numbers], started_s, ended_s)
     return lanes
 
 
@@ -86,28 +100,37 @@ def _times(
     queues: Queues, ops: Sequence[Op], work_s: Sequence[float], speeds: Callable[[Active], Iterable[float]]
 ) -> tuple[list[float], list[float]]:
     """Let time pass: when each op starts, and when it ends."""
-    now, left_s, num_waits, kinds = 0.0, [*work_s], [*queues.num_waits], [op[:2] for op in ops]
-    starts_s, ends_s, known = [0.0] * len(ops), [0.0] * len(ops), dict[Active, tuple[float, ...]]()
-    first, running = [queue.numbers[0] for queue in queues.by_name.values()], list[int]()
+    numbers = {name: number for number, name in enumerate(dict.fromkeys([op[:2] for op in ops]))}
+    names, kinds = [*numbers], [numbers[op[:2]] for op in ops]
+    now, num_waits, followers, behind = 0.0, [*queues.num_waits], queues.followers, queues.behind
+    starts_s, ends_s, known = [0.0] * len(ops), [0.0] * len(ops), dict[tuple[int, ...], tuple[float, ...]]()
+    first, running, left_s = [queue.numbers[0] for queue in queues.by_name.values()], list[int](), list[float]()
     while True:
-        for number in [number for number in first if not num_waits[number]]:
-            first.remove(number)
-            running.append(number)
-            starts_s[number] = now
+        held = []
+        for number in first:
+            if num_waits[number]:
+                held.append(number)
+            else:
+                running.append(number)
+                left_s.append(work_s[number])
+                starts_s[number] = now
         if not running:
             return starts_s, ends_s
         active = tuple([kinds[number] for number in running])
         pace = known.get(active)
         if pace is None:
-            pace = known[active] = tuple(speeds(active))
-        passed_s = min([left_s[number] / speed for number, speed in zip(running, pace, strict=True)])
+            pace = known[active] = tuple(speeds(tuple([names[kind] for kind in active])))
+        passed_s = min(map(truediv, left_s, pace))
         now += passed_s
-        for number, speed in zip([*running], pace, strict=True):
-            left_s[number] -= passed_s * speed
-            if left_s[number] <= 1e-12:
-                running.remove(number)
-                ends_s[number] = now
-                for follower in queues.followers[number]:
-                    num_waits[follower] -= 1
-                if (behind := queues.behind[number]) is not None:
-                    first.append(behind)
+        each, first, running, left_s = zip(running, left_s, pace, strict=True), held, [], []
+        for number, still_s, speed in each:
+            still_s -= passed_s * speed
+            if still_s > 1e-12:
+                running.append(number)
+                left_s.append(still_s)
+                continue
+            ends_s[number] = now
+            for follower in followers[number]:
+                num_waits[follower] -= 1
+            if (next_ := behind[number]) is not None:
+                held.append(next_)

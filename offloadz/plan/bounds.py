@@ -61,8 +61,9 @@ def least_s(spec: ModelSpec, placement: Placement, batch: Batch, machine: Machin
     """Seconds that no step is shorter than."""
     costs, phases = Costs(spec, placement, batch, machine), phases_of(spec, placement, batch)
     each_s, whole_s, both = [], 0.0, Sharing(costs).both
+    computed = {verb: _device_s(spec, placement, batch, costs, verb) / batch.sweeps for verb in ("forward", "backward")}
     for phase in phases:
-        device_s = _device_s(spec, placement, batch, costs, phase.verb) / batch.sweeps
+        device_s = computed[phase.verb]
         alone = _seconds(phase.work, device_s, costs)
         if placement.slots == 1:
             alone["turns"] = device_s + max(alone["h2d"], alone["d2h"] * (phase.verb == "backward"))

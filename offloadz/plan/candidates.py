@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain, product
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from offloadz.plan.change import TO_DISK
@@ -125,25 +125,28 @@ class Space:
         """The first of the ladder that fits and "", or the one that lacks least and all that it lacks."""
         closest: tuple[int, str, Candidate] | None = None
         for largest in self._rungs():
-            for candidate in chain([largest], self._fewer_copies(largest)):
+            for candidate in self._in_copies(largest):
                 lacking = self.lacking(candidate.footprint)
                 if not lacking:
                     return candidate, ""
                 excess = sum(cost for cost, _ in lacking)
                 if closest is None or excess < closest[0]:
                     closest = (excess, "; ".join(text for _, text in lacking), candidate)
-                if candidate.footprint.peak["host"] > (self.limits["host"] or 0):
-                    break  # fewer copies only help the drive
         assert closest is not None  # the first rung of the ladder is always there
         return closest[2], closest[1]
 
     def others(self, batch: Batch, hopeful: Callable[[Placement], bool] = lambda place: True) -> Iterator[Candidate]:
         """Every `hopeful` placement of what is left to the plan, in the most slots and copies that fit; little on disk
-        first, then little on the device."""
-        for tiers in self._tiers:
+        first, then little on the device.
+
+        `hopeful`: false for fewer slots where it is for more, so they are not asked about.
+        """
+        for largest in self._places[batch.sweeps > 1]:
             for slots in self._slot_choices:
-                place = replace(self._placed(tiers), slots=slots, accumulate=batch.sweeps > 1)
-                if hopeful(place) and (fitting := self._fitting(place, batch)):
+                place = largest if slots == largest.slots else replace(largest, slots=slots)
+                if not hopeful(place):
+                    break
+                if fitting := self._fitting(place, batch):
                     yield fitting
                     break
 
@@ -185,8 +188,7 @@ class Space:
 
     def _fitting(self, placement: Placement, batch: Batch) -> Candidate | None:
         """With its state on disk in the most copies that fit."""
-        largest = self.candidate(placement, batch)
-        some = chain([largest], self._fewer_copies(largest))
+        some = self._in_copies(self.candidate(placement, batch))
         return next((one for one in some if not self.lacking(one.footprint)), None)
 
     def keeping(self, chosen: Candidate) -> Candidate:
@@ -287,6 +289,15 @@ class Space:
         rank = {kind: number for number, kind in enumerate(TO_DISK)}
         return sorted(found, key=lambda some: ([*some.values()].count("disk"), len(some), [rank[k] for k in some]))
 
+    @cached_property
+    def _places(self) -> tuple[list[Placement], list[Placement]]:
+        """Every placement in the most slots, for one sweep and for several."""
+        one, more = (
+            [replace(self._placed(tiers), slots=self._slot_choices[0], accumulate=several) for tiers in self._tiers]
+            for several in (False, True)
+        )
+        return one, more
+
     def _rungs(self) -> Iterator[Candidate]:
         """From everything in memory to everything on disk; when all is there, fewer slots and more sweeps."""
         wishes, choices = self.wishes, self._slot_choices
@@ -321,10 +332,12 @@ class Space:
     def _copy_choices(self, placement: Placement) -> list[int]:
         return copy_choices(placement, self.wishes.keep, self.wishes.copies, self.wishes.linkable)
 
-    def _fewer_copies(self, largest: Candidate) -> Iterator[Candidate]:
-        """A candidate with its state on disk in fewer and fewer copies."""
-        for copies in self._copy_choices(largest.placement)[1:]:
-            yield self.candidate(replace(largest.placement, copies=copies), largest.batch)
+    def _in_copies(self, largest: Candidate) -> Iterator[Candidate]:
+        """A candidate, then with its state on disk in fewer and fewer copies, which help the drive alone."""
+        yield largest
+        if largest.footprint.peak["host"] <= (self.limits["host"] or 0):
+            for copies in self._copy_choices(largest.placement)[1:]:
+                yield self.candidate(replace(largest.placement, copies=copies), largest.batch)
 
     def _sized(self, placement: Placement, sweeps: int) -> Candidate:
         """With the largest micro-batch of reasonable cost: few tokens, and a small share of the memory."""

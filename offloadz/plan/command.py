@@ -57,13 +57,18 @@ def plan_command(
     """
     config = _config(config_path, overrides)
     with _no_collector():
-        asked = question(config, machine_name, sets, find, weightless=True, cut=_cut(config, machine_name))
-        plan = asked.answer()
-        more = more_of(asked, plan, len(config.offload.swap))
-        if as_json:
-            print(json.dumps(plan.to_json() | {"more": more.to_json()}, indent=2))
-        else:
-            _print_plan(asked, plan, list(_missing(config, machine_name)), more)
+        return _print_answer(config, machine_name, sets, as_json, find)
+
+
+def _print_answer(config: Config, machine_name: str | None, sets: Sequence[str], as_json: bool, find: Find) -> int:
+    """What `plan_command` prints, and its exit status; all that it was told by is gone behind it."""
+    asked = question(config, machine_name, sets, find, weightless=True, cut=_cut(config, machine_name))
+    plan = asked.answer()
+    more = more_of(asked, plan, len(config.offload.swap))
+    if as_json:
+        print(json.dumps(plan.to_json() | {"more": more.to_json()}, indent=2))
+    else:
+        _print_plan(asked, plan, list(_missing(config, machine_name)), more)
     if not plan.fits:
         print(plan.refusal(), file=sys.stderr)
     return 0 if plan.fits else 3
@@ -105,12 +110,18 @@ def show_command(
 @contextmanager
 def _no_collector() -> Iterator[None]:
     """Without the search for cycles, which walks over all that was made again and again: a plan makes a hundred
-    thousand ops and no cycle."""
+    thousand ops.  What is left of them is no longer needed, so it is kept out of that search, which would walk over all
+    of it at once and again as the process ends; the next plan gives it back to it.  Where it was off before, it stays
+    off."""
+    was_on = gc.isenabled()
     gc.disable()
+    gc.unfreeze()
     try:
         yield
     finally:
-        gc.enable()
+        gc.freeze()
+        if was_on:
+            gc.enable()
 
 
 def _config(config_path: str | Path, overrides: Sequence[str]) -> Config:

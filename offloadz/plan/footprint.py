@@ -184,7 +184,7 @@ def computation(spec: ModelSpec, placement: Placement, batch: Batch) -> dict[str
     """Bytes beside the planned buffers while a block, or the head, computes: named entries."""
     item = ITEM_BYTES[placement.compute]
     hidden = HIDDEN_COPIES * batch.rows_per_sweep * batch.length * spec.hidden_size * item
-    graph = max((graph_bytes(spec, k.unit, batch, item) for k in unit_kinds(spec) if k.unit.kind != "tile"), default=0)
+    graph = _largest_graph(spec, batch, item)
     widest = _widest(spec)
     chunk = HEAD_COPIES * min(batch.tokens_per_micro, HEAD_CHUNK_TOKENS) * _tile_rows(spec) * 4
     block = graph + widest * 4
@@ -216,6 +216,13 @@ def _tile_rows(spec: ModelSpec) -> int:
     """Rows of the largest tile of a head."""
     tiles = (spec.units[u] for seat in spec.seats if seat.kind == "head" for u in seat.units)
     return max((m.shape[0] for u in tiles for s in u.sections for m in s.members), default=0)
+
+
+@once
+def _largest_graph(spec: ModelSpec, batch: Batch, item_bytes: int) -> int:
+    """Bytes of the largest graph of a unit that is computed whole."""
+    whole = (kind.unit for kind in unit_kinds(spec) if kind.unit.kind != "tile")
+    return max((graph_bytes(spec, unit, batch, item_bytes) for unit in whole), default=0)
 
 
 def graph_bytes(spec: ModelSpec, unit: Unit, batch: Batch, item_bytes: int) -> int:
@@ -250,6 +257,7 @@ def num_saved(spec: ModelSpec, kept: int = 0) -> int:
     return sum(spec.seats[seat].kind != "head" for seat in spec.other_seats(kept))
 
 
+@once
 def checkpoint_bytes(spec: ModelSpec) -> int:
     """Bytes of a portable checkpoint: master and moments in fp32 under every recipe, frozen weights as they are."""
     trained = sum(k.count * k.unit.num_trainable for k in unit_kinds(spec))

@@ -92,7 +92,7 @@ class _Step:
         lack_s = 0.0
         for share, part in zip(self.shares, shorter(self.spec), strict=True):
             step = walked_step(part, place, replace(batch, micro_rows=rows))  # one micro-batch, whatever its size
-            lanes, _, found_s = simulated(*step, _Merged(part, place, batch, self.machine, some))
+            lanes, _, found_s = simulated(step, _Merged(part, place, batch, self.machine, some))
             lack_s += share * (found_s - HIDDEN * lanes["device"].work_s)
         return lack_s
 

@@ -43,18 +43,16 @@ class Op(NamedTuple):
     enters: tuple[str, ...] = ()
 
     def at(self, reads: tuple[str, ...], writes: tuple[str, ...]) -> Op:
-        """The same work over other places (built directly: a 13B step has twenty thousand ops)."""
-        return Op(
-            self.lane, self.verb, self.phase, reads, writes, self.seat, self.unit, self.part, self.call, self.micro,
-            self.nbytes, self.after, self.enters,
-        )  # fmt: skip
+        """The same work over other places (made of slices: a 13B step has twenty thousand ops)."""
+        return Op._make((*self[:_READS], reads, writes, *self[_READS + 2 :]))
+
+    def moving(self, nbytes: int) -> Op:
+        """The same work on so many bytes."""
+        return Op._make((*self[:_BYTES], nbytes, *self[_BYTES + 1 :]))
 
     def linked(self, after: tuple[int, ...], enters: tuple[str, ...]) -> Op:
         """The same work with its edges."""
-        return Op(
-            self.lane, self.verb, self.phase, self.reads, self.writes, self.seat, self.unit, self.part, self.call,
-            self.micro, self.nbytes, after, enters,
-        )  # fmt: skip
+        return Op._make((*self[:_AFTER], after, enters))
 
     def text(self) -> str:
         """One line: `lane verb phase seat/unit/part/call/micro nbytes reads -> writes after ... enters ...`."""
@@ -76,6 +74,10 @@ class Op(NamedTuple):
             words[0], words[1], words[2], _names(words[5]), _names(words[7]), seat, unit, part, call, micro,
             int(words[4]), tuple(map(int, _names(tail.get("after", "")))), _names(tail.get("enters", "")),
         )  # fmt: skip
+
+
+_READS, _BYTES, _AFTER = map(Op._fields.index, ("reads", "nbytes", "after"))
+"""Where in an op its places begin, its bytes are, and its edges begin, with which it ends."""
 
 
 @dataclass(frozen=True)

@@ -115,13 +115,17 @@ def hoisted(program: Program, waits: Sequence[set[int]], pace: Sequence[int] = (
 
 def link(program: Program, waits: Sequence[set[int]], order: Sequence[int]) -> Program:
     """The ops in this order, with hazards as edges (`after`), and places that each is the first to touch (`enters`)."""
-    number = {index: new for new, index in enumerate(order)}
+    number = [0] * len(order)
+    for new, index in enumerate(order):
+        number[index] = new
     seen: set[str] = set()
     ops = []
     for index in order:
         op = program.ops[index]
-        enters = tuple([place for place in dict.fromkeys(op.reads + op.writes) if place not in seen])
-        seen.update(enters)
+        places, enters = op.reads + op.writes, tuple[str, ...]()
+        if not seen.issuperset(places):
+            enters = tuple([place for place in dict.fromkeys(places) if place not in seen])
+            seen.update(enters)
         ops.append(op.linked(tuple(sorted([number[w] for w in waits[index]])), enters))
     return Program(tuple(ops), program.slots)
 

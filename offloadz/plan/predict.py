@@ -8,8 +8,8 @@ be off by a factor of two.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from offloadz.plan.alike import once
@@ -25,6 +25,7 @@ from offloadz.plan.recipes import Recipe
 from offloadz.plan.shared import Sharing, shared_s
 from offloadz.plan.spec import ITEM_BYTES, PART_ELEMENTS, PIECE_BYTES, ModelSpec, Unit, aligned
 from offloadz.plan.steps import Backward, Finish, Forward, Owed, Phase, Turn
+from offloadz.plan.tempo import Steady, steady
 from offloadz.plan.timeline import Timeline, from_virtual
 from offloadz.plan.unread import unread_elements
 from offloadz.plan.walk import simulate
@@ -107,25 +108,26 @@ def training_phases(spec: ModelSpec, sweeps: int, num_micros: int, kept: int = 0
 
 def step_program(spec: ModelSpec, placement: Placement, batch: Batch) -> Program:
     """The compiled program of a steady step: every trained unit still has its update from the step before."""
-    return walked_step(spec, placement, batch)[0]
+    return walked_step(spec, placement, batch).program
 
 
-def walked_step(spec: ModelSpec, placement: Placement, batch: Batch) -> tuple[Program, Queues]:
+def walked_step(spec: ModelSpec, placement: Placement, batch: Batch) -> Steady:
     """The same, with what a walk over it submits."""
     plain = spec.with_recipe(spec.recipe.plain)
-    program, queues = _steady(plain, placement, batch.sweeps, batch.num_micros)
-    if plain is not spec:
-        program = Program(tuple(_stored(spec, op) for op in program.ops), program.slots)
-    return program, queues
+    step = _steady(plain, placement, batch.sweeps, batch.num_micros)
+    if plain is spec:
+        return step
+    return replace(step, program=replace(step.program, ops=_stored(spec, step.program.ops)))
 
 
-def _stored(spec: ModelSpec, op: Op) -> Op:
-    """An op of the same program under this model's recipe: parts of the state have other bytes."""
-    return op._replace(nbytes=spec.units[op.unit].parts[op.part].state_bytes) if op.verb.endswith(".s") else op
+def _stored(spec: ModelSpec, ops: Sequence[Op]) -> tuple[Op, ...]:
+    """Ops of the same program under this model's recipe: parts of the state have other bytes."""
+    units = spec.units
+    return tuple([op.moving(units[op.unit].parts[op.part].state_bytes) if op.verb.endswith(".s") else op for op in ops])
 
 
 @once
-def _steady(spec: ModelSpec, placement: Placement, sweeps: int, num_micros: int) -> tuple[Program, Queues]:
+def _steady(spec: ModelSpec, placement: Placement, sweeps: int, num_micros: int) -> Steady:
     """Remembered, since neither rates nor the length of rows change anything of it, and a recipe only bytes."""
     held = placement.commit == "hold"  # else a step leaves no update to the next
     pending = tuple(i for i, unit in enumerate(spec.units) if unit.trainable and held)
@@ -133,7 +135,7 @@ def _steady(spec: ModelSpec, placement: Placement, sweeps: int, num_micros: int)
     program = program_of(spec, placement, phases, Owed(pending, unended=True))
     queues = Queues(dict.fromkeys(op.lane for op in program.ops))  # in one order always: sums of seconds depend on it
     simulate(program, queues.by_name)
-    return program, queues
+    return steady(spec, program, queues)
 
 
 class Costs:
@@ -293,21 +295,19 @@ def predict(
 
     `spared`, `made`: see `Costs`.
     """
-    costs = Costs(spec, placement, batch, machine, spared, made)
-    program, queues = walked_step(spec, placement, batch)
-    lanes, shared, step_s = simulated(program, queues, costs)
+    costs, step = Costs(spec, placement, batch, machine, spared, made), walked_step(spec, placement, batch)
+    lanes, shared, step_s = simulated(step, costs)
     taken = dict.fromkeys(LANES, 0.0)
-    taken |= {name: sum(end - start for _, start, end in lane.spans) for name, lane in lanes.items()}
-    read = sum(costs.nbytes(op) for op in program.ops if op.lane == "disk_read")
-    written = sum(costs.written_bytes(op) for op in program.ops if op.lane == "disk_write")
+    taken |= {name: lane.taken_s for name, lane in lanes.items()}
+    read = sum(step.each(lambda op: costs.nbytes(op) * (op.lane == "disk_read")))
+    written = sum(step.each(lambda op: costs.written_bytes(op) if op.lane == "disk_write" else 0))
     busy = dict.fromkeys(LANES, 0.0) | {name: lane.work_s for name, lane in lanes.items()}
-    return Prediction(program, lanes, step_s, busy, read, written, shared, taken)
+    return Prediction(step.program, lanes, step_s, busy, read, written, shared, taken)
 
 
-def simulated(
-    program: Program, queues: Queues, costs: Costs
-) -> tuple[Mapping[str, SharedLane], dict[str, float], float]:
-    """What the lanes do in a program that was walked, the least seconds of what they share, and those of the step."""
-    lanes, shared = settled(queues, program.ops, costs, Sharing(costs).speeds), shared_s(program, costs)
-    last_s = max((lane.spans[-1][-1] for lane in lanes.values()), default=0.0)
+def simulated(step: Steady, costs: Costs) -> tuple[Mapping[str, SharedLane], dict[str, float], float]:
+    """What the lanes do in a step that was walked, the least seconds of what they share, and those of the step."""
+    shared = shared_s(step.each, costs)
+    lanes = settled(step.queues, step.program.ops, list(step.each(costs)), Sharing(costs).speeds)
+    last_s = max((lane.ends_s[-1] for lane in lanes.values()), default=0.0)
     return lanes, shared, max(last_s, *shared.values(), 0.0)

@@ -10,11 +10,11 @@ is in the measured rates or nowhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from offloadz.plan.beside import Active
-from offloadz.plan.ops import Op, Program
+from offloadz.plan.ops import Op
 
 if TYPE_CHECKING:
     from offloadz.plan.predict import Costs
@@ -31,6 +31,9 @@ SUMMED = 1.0e10
 
 Demand = dict[str, float]
 """Of what is shared: cores, bytes/s."""
+
+Each = Callable[[Callable[[Op], float]], Iterable[float]]
+"""Asks of every op of a step, in their order."""
 
 
 class Sharing:
@@ -82,17 +85,17 @@ def _both(read: float, write: float, both: float | None) -> float:
     return min(1.0, 1 / beside) if beside > 0 else 1.0
 
 
-def shared_s(program: Program, costs: Costs) -> dict[str, float]:
+def shared_s(each: Each, costs: Costs) -> dict[str, float]:
     """Seconds that a step takes at least of what its lanes share: "cores", "memory", "drive", as far as known."""
     rates, found = costs.rates, {}
     if costs.placement.unified:
         sharing = Sharing(costs)
-        worked = sum(costs(op) * sharing.demand(op.lane, op.verb)["cores"] for op in program.ops)
+        worked = sum(each(lambda op: costs(op) * sharing.demand(op.lane, op.verb)["cores"]))
         found["cores"] = worked / costs.cores
     if "memory_shared" in rates:
-        found["memory"] = sum(_memory_bytes(op, costs) for op in program.ops) / rates["memory_shared"]
+        found["memory"] = sum(each(lambda op: _memory_bytes(op, costs))) / rates["memory_shared"]
     if "disk_both" in rates:
-        moved = sum(costs.nbytes(op) for op in program.ops if op.lane in ("disk_read", "disk_write"))
+        moved = sum(each(lambda op: costs.nbytes(op) if op.lane in ("disk_read", "disk_write") else 0))
         found["drive"] = moved / rates["disk_both"]
     return found
 

@@ -327,7 +327,7 @@ class ModelSpec:
     share: Share = ALONE
     """What of every unit is this rank's."""
 
-    @property
+    @cached_property
     def num_elements(self) -> int:
         return sum(u.num_elements for u in self.units)
 

@@ -142,7 +142,8 @@ def read_traces(directory: Path, steps: Iterable[int]) -> list[Timeline]:
 class Spanned(Protocol):
     """A simulated lane."""
 
-    spans: list[tuple[Op, float, float]]
+    @property
+    def spans(self) -> list[tuple[Op, float, float]]: ...
 
 
 def from_virtual(lanes: Mapping[str, Spanned], since_s: float = 0.0, name: str = "predicted") -> Timeline:

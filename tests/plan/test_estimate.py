@@ -94,7 +94,7 @@ def test_only_blocks_that_are_alike_stand_for_each_other() -> None:
 def lanes_of(*ops: Op, speeds: Any) -> dict[str, Any]:
     queues = Queues({op.lane for op in ops})
     simulate(Program(ops), queues.by_name, Frontier())
-    lanes = settled(queues, ops, lambda op: float(op.nbytes), speeds)
+    lanes = settled(queues, ops, [float(op.nbytes) for op in ops], speeds)
     return {name: [(op.verb, start, end) for op, start, end in lane.spans] for name, lane in lanes.items()}
 
 

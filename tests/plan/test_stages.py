@@ -120,7 +120,11 @@ def test_what_comes_from_other_ranks_passes_memory_over_the_loopback_device_alon
         costs, program = Costs(own, placement, batch, box), step_program(own, placement, batch)
         net = [op for op in program.ops if op.lane == "net"]
         others = Program(tuple(op for op in program.ops if op.lane != "net"))
-        found[ranks] = [shared_s(told, costs) for told in (program, others)], sum(map(costs, net)), costs
+        found[ranks] = (
+            [shared_s(lambda ask, told=told: map(ask, told.ops), costs) for told in (program, others)],
+            sum(map(costs, net)),
+            costs,
+        )
     assert found[1][0][0] == found[1][0][1] and not found[1][1]
     (with_net, without), net_s, costs = found[2]
     demand = Sharing(costs).demand("net", "gather.w")
