@@ -53,17 +53,20 @@ def tables(spec: ModelSpec) -> tuple[int, ...]:
 
 
 def step_program(
-    spec: ModelSpec, placement: Placement, micros: int = 2, sweeps: int = 1, flush: bool = True
+    spec: ModelSpec, placement: Placement, micros: int = 2, sweeps: int = 1, flush: bool = True, fetched: bool = False
 ) -> Program:
-    """The sequential program of a step in which all updates of the step before are due, and of its own at the end."""
+    """The sequential program of a step in which all updates of the step before are due, and with `flush` of its own at
+    the end; `fetched`: what the first of them read was fetched by the program before, which had none."""
     phases: list[Phase] = []
     for sweep in range(sweeps):
         phases += one_pass(spec, micros, sweep * len(spec.seats), sweep == sweeps - 1)
     phases.append(Finish(tables(spec)))
-    program = build(spec, placement, tuple(phases), Owed(trained_units(spec)))
+    program = build(spec, placement, tuple(phases), Owed(trained_units(spec), fetched=fetched))
     if not flush:
         return program
-    return Program(program.ops + build(spec, placement, (Updates(),), Owed(trained_units(spec))).ops)
+    step = tuple(op for op in program.ops if op.phase != "ahead")
+    own = build(spec, placement, (Updates(),), Owed(trained_units(spec)))
+    return Program(step + own.ops, held=program.held)
 
 
 def identity(op: Op) -> Identity:
@@ -79,11 +82,11 @@ class Meaning:
     lanes: dict[str, list[tuple[Identity, tuple[int, ...]]]] = field(default_factory=dict)
 
     def run(self, op: Op) -> None:
-        """Do one op."""
+        """Do one op.  What is fetched ahead by one program is in the same place for the next."""
         found = tuple(self.values.get(place, hash(("at first", place))) for place in op.reads)
         self.lanes.setdefault(op.lane, []).append((identity(op), found))
         for index, place in enumerate(op.writes):
-            self.values[place] = hash((identity(op), found, index))
+            self.values[place.replace("@ahead", "@host")] = hash((identity(op), found, index))
 
     def at_rest(self) -> dict[str, int]:
         """Values at home: places of parts, and saved inputs."""

@@ -23,7 +23,7 @@ from offloadz.plan.footprint import Batch, Footprint, computation, footprint
 from offloadz.plan.kept import kept_bytes, may_keep, most
 from offloadz.plan.left import most_products, product_seats
 from offloadz.plan.machine import Machine
-from offloadz.plan.placement import KINDS, Placement, home_bytes
+from offloadz.plan.placement import KINDS, Placement, home_bytes, slot_bytes
 from offloadz.plan.products import products_bytes, products_room
 from offloadz.plan.spec import ModelSpec
 from offloadz.plan.words import human
@@ -45,6 +45,9 @@ WORKING_SHARE = 0.25
 
 MOST_MICROS = 64
 """Micro-batches of a step beyond which no other cut is looked at."""
+
+THIRD = 0.01
+"""Share of a memory up to which a third slot of everything takes little."""
 
 MEMORY_COST = 32
 """Bytes of a drive that cost as much as one of memory, about: what lacks least is what is had for least."""
@@ -263,9 +266,17 @@ class Space:
         """All that is left to the plan in memory."""
         return self._placed({})
 
-    @property
+    @cached_property
     def _slot_choices(self) -> list[int]:
-        return [self.wishes.slots] if self.wishes.slots else [2, 1]
+        """How many, the most first.  A third of everything, where it takes little: a small unit, such as a norm before
+        the head, has a whole slot too, and with two the drive would wait behind it."""
+        if self.wishes.slots:
+            return [self.wishes.slots]
+        taken = {"host": 0, "device": 0}
+        for pool, nbytes in slot_bytes(self.spec, self._placed(dict.fromkeys(self._free, "disk"))).items():
+            taken["host" if self.machine.unified or pool.startswith("host.") else "device"] += nbytes
+        little = all(nbytes <= THIRD * (self.limits.get(tier) or 0) for tier, nbytes in taken.items() if nbytes)
+        return [3, 2, 1] if any(taken.values()) and little else [2, 1]
 
     @cached_property
     def _free(self) -> tuple[str, ...]:
@@ -301,12 +312,13 @@ class Space:
     def _rungs(self) -> Iterator[Candidate]:
         """From everything in memory to everything on disk; when all is there, fewer slots and more sweeps."""
         wishes, choices = self.wishes, self._slot_choices
+        usual = choices[:-1] or choices
         there = [dict.fromkeys(self._residents[:count], "device") for count in range(len(self._residents) + 1)]
         down = [dict.fromkeys(self._free[:count], "disk") for count in range(1, len(self._free) + 1)]
-        for tiers in (*there, *down):
-            yield self._sized(replace(self._placed(tiers), slots=choices[0]), wishes.sweeps or 1)
+        for tiers, slots in product((*there, *down), usual):
+            yield self._sized(replace(self._placed(tiers), slots=slots), wishes.sweeps or 1)
         last = self._placed(dict.fromkeys(self._free, "disk"))
-        for slots in choices[1:]:
+        for slots in choices[len(usual) :]:
             yield self._sized(replace(last, slots=slots), wishes.sweeps or 1)
         sweeps = 2
         while not wishes.sweeps and sweeps * max(1, wishes.micro_batch_size) <= wishes.batch_size:

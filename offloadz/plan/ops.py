@@ -12,6 +12,7 @@ Where an update is written beside what is valid, that is `s3.0@spare` in memory 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -28,8 +29,8 @@ class Op(NamedTuple):
     lane: str
     verb: str
     phase: str
-    """forward | backward | arrival | finish | update: the part of the step; of a walk that is given up only updates are
-    still done."""
+    """forward | backward | arrival | finish | ahead | update: the part of the step; of a walk that is given up only
+    updates are still done."""
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
     seat: int = -1
@@ -82,10 +83,15 @@ _READS, _BYTES, _AFTER = map(Op._fields.index, ("reads", "nbytes", "after"))
 
 @dataclass(frozen=True)
 class Program:
-    """Ops in submission order, with the number of slots of each pool they were placed in."""
+    """Ops in submission order, with the number of slots of each pool they were placed in.
+
+    `held`: values that are in slots when it begins, and those slots; `left`: likewise when it has ended.
+    """
 
     ops: tuple[Op, ...]
     slots: dict[str, int] = field(default_factory=dict)
+    held: Mapping[str, str] = field(default_factory=dict)
+    left: Mapping[str, str] = field(default_factory=dict)
 
     def text(self, failed: int = -1) -> str:
         """The whole program, a numbered line per op; `failed` marks the line at which a run stopped."""

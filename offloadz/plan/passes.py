@@ -12,6 +12,7 @@ on the drive before the weights of the third block, and the forward would wait f
 from __future__ import annotations
 
 from collections.abc import Container, Sequence
+from dataclasses import replace
 
 from offloadz.plan.errors import DoesNotFit
 from offloadz.plan.ops import Program
@@ -33,7 +34,7 @@ def pool_of(value: str, placement: Placement) -> str:
     """The pool a value on a tier lives in, or "" if that place is its home: `w3@host` -> `host.w`."""
     name, tier = value.split("@")
     kind, part = name[0], "." in name
-    if tier in ("disk", "device", "live", "spare", "next"):
+    if tier in ("disk", "device", "live", "spare", "next", "ahead"):
         return ""
     if tier == "compute" or kind in "ph":
         return f"{tier}.{kind}"
@@ -44,19 +45,28 @@ def pool_of(value: str, placement: Placement) -> str:
 
 
 def place(program: Program, placement: Placement) -> Program:
-    """Values away from home get slots; raises DoesNotFit naming the pool when it is too small."""
+    """Values away from home get slots; raises DoesNotFit naming the pool when it is too small.
+
+    What is `held` has one until its last use; what is `left` is made last, in the one that is told.
+    """
     away = pools_of(program, placement)
     lasts = iter(last_uses(program, away))
+    fresh = [(-1, slot) for slot in range(placement.slots)]
     pools: dict[str, list[tuple[int, int]]] = {}
     """Per pool its slots, first the one that was given longest ago: (index after which it is free, number)."""
-    where: dict[str, str] = {}
+    for held in program.held.values():
+        pool, number = held.split("#")
+        slots = pools.setdefault(pool, fresh.copy())
+        slots.remove((-1, int(number)))
+        slots.append((next(lasts), int(number)))
+    where = {**program.held, **program.left}
     ops = []
     for index, op in enumerate(program.ops):
         reads = tuple(map(where.get, op.reads, op.reads))
         for value in op.writes:
             if value in away and value not in op.reads:
                 pool = away[value]
-                slots = pools.setdefault(pool, [(-1, slot) for slot in range(placement.slots)])
+                slots = pools.setdefault(pool, fresh.copy())
                 free = next((at for at, (until, _) in enumerate(slots) if until < index), None)
                 if free is None:
                     raise DoesNotFit(
@@ -67,7 +77,7 @@ def place(program: Program, placement: Placement) -> Program:
                 slots.append((next(lasts), slot))
                 where[value] = f"{pool}#{slot}"
         ops.append(op.at(reads, tuple(map(where.get, op.writes, op.writes))))
-    return Program(tuple(ops), {pool: len(slots) for pool, slots in pools.items()})
+    return Program(tuple(ops), {pool: len(slots) for pool, slots in pools.items()}, program.held, program.left)
 
 
 def pools_of(program: Program, placement: Placement) -> dict[str, str]:
@@ -77,9 +87,10 @@ def pools_of(program: Program, placement: Placement) -> dict[str, str]:
 
 
 def last_uses(program: Program, away: Container[str]) -> list[int]:
-    """For each time that a value `away` from home is made, in their order: the index of the last op that touches it."""
-    made: dict[str, int] = {}
-    lasts: list[int] = []
+    """For each value that is held, and each time that one `away` from home is made, in their order: the index of the
+    last op that touches it; -1 where none does."""
+    made = {value: number for number, value in enumerate(program.held)}
+    lasts = [-1] * len(made)
     for index, op in enumerate(program.ops):
         for value in op.reads:
             if value in made:
@@ -127,7 +138,7 @@ def link(program: Program, waits: Sequence[set[int]], order: Sequence[int]) -> P
             enters = tuple([place for place in dict.fromkeys(places) if place not in seen])
             seen.update(enters)
         ops.append(op.linked(tuple(sorted([number[w] for w in waits[index]])), enters))
-    return Program(tuple(ops), program.slots)
+    return replace(program, ops=tuple(ops))
 
 
 def hazards(program: Program) -> list[set[int]]:

@@ -132,7 +132,7 @@ def _steady(spec: ModelSpec, placement: Placement, sweeps: int, num_micros: int)
     held = placement.commit == "hold"  # else a step leaves no update to the next
     pending = tuple(i for i, unit in enumerate(spec.units) if unit.trainable and held)
     phases = training_phases(spec, sweeps, num_micros, placement.kept, placement.cheap)
-    program = program_of(spec, placement, phases, Owed(pending, unended=True))
+    program = program_of(spec, placement, phases, Owed(pending, unended=True, fetched=held))
     queues = Queues(dict.fromkeys(op.lane for op in program.ops))  # in one order always: sums of seconds depend on it
     simulate(program, queues.by_name)
     return steady(spec, program, queues)

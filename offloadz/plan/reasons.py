@@ -49,9 +49,8 @@ def reasons(
         yield f"{kind} on {tier}: {why}"
     if placement.state_on_disk or placement.ending:
         yield copies_reason(placement, wishes.copies, wishes.keep, wishes.linkable)
-    slots = (
-        "as configured" if wishes.slots else "double buffering" if placement.slots > 1 else lacking or "two do not fit"
-    )
+    usual_slots = {3: "a third takes little memory", 2: "double buffering"}.get(placement.slots, lacking)
+    slots = "as configured" if wishes.slots else usual_slots or "two do not fit"
     yield f"slots {placement.slots}: {slots}"
     usual = first.batch
     if wishes.micro_batch_size:

@@ -14,9 +14,11 @@ for the state.  With `commit = "in_place"` there is no spare and nothing is kept
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
+from offloadz.plan.ahead import fetched_ahead
 from offloadz.plan.left import GRAPH, PRODUCTS
 from offloadz.plan.ops import Program
 from offloadz.plan.placement import Placement, accumulates
@@ -85,6 +87,8 @@ class Owed:
     """Units whose stored gradient holds an open fp32 sum."""
     unended: bool = False
     """Whether a step was decided and the end of its updates (`Placement.ending`) is to come."""
+    fetched: bool = False
+    """Whether what the first updates read lies in slots (`ahead.py`)."""
 
 
 NOTHING = Owed()
@@ -102,7 +106,10 @@ def graph_of(turn: Turn, unit: int, micro: int) -> tuple[str, ...]:
 def build(spec: ModelSpec, placement: Placement, phases: tuple[Phase, ...], owed: Owed = NOTHING) -> Program:
     """The sequential program of `phases`.  Places are values on tiers; run `passes.compiled` on the result."""
     pending, unended = list(owed.pending), owed.unended or bool(owed.pending)
-    script = Script(spec, placement, pending, unended, grads=dict.fromkeys(owed.summed, "sum"))
+    ahead = fetched_ahead(spec, placement)
+    held = {f"{value}@host": slot for value, slot in ahead.items() if owed.fetched}
+    left = {f"{value}@ahead": slot for value, slot in ahead.items() if fetches_ahead(placement, phases)}
+    script = Script(spec, placement, pending, unended, held=set(held), grads=dict.fromkeys(owed.summed, "sum"))
     for phase in phases:
         if isinstance(phase, Forward):
             for turn in phase.turns:
@@ -122,7 +129,13 @@ def build(spec: ModelSpec, placement: Placement, phases: tuple[Phase, ...], owed
         else:
             script.updates(tuple(script.pending))
     script.apply()
-    return Program(tuple(script.ops))
+    script.fetch_ahead(left)
+    return Program(tuple(script.ops), held=held, left=left)
+
+
+def fetches_ahead(placement: Placement, phases: Sequence[Phase]) -> bool:
+    """Whether a program of these phases ends with updates to come, and so with what the first of them read."""
+    return placement.commit == "hold" and any(isinstance(phase, Finish) for phase in phases)
 
 
 @dataclass

@@ -8,10 +8,11 @@ be fetched, and are read once instead of twice.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
 
-from offloadz.plan.ops import Op
+from offloadz.plan.ops import Op, part_named
 from offloadz.plan.placement import Placement
 from offloadz.plan.spec import ITEM_BYTES, ModelSpec
 
@@ -47,6 +48,8 @@ class Upkeep:
     phase: str = "forward"
     arrived: list[tuple[int, tuple[str, ...]]] = field(default_factory=list)
     """Units whose gradient has just been rounded, to be updated at once, and the host slot of their weights, if any."""
+    held: set[str] = field(default_factory=set)
+    """Values that the program before has fetched for the updates of this one (`ahead.py`)."""
     updated: dict[int, tuple[str, ...]] = field(default_factory=dict)
     """Host slots of weights that were updated in them and that a block can compute from."""
 
@@ -66,7 +69,9 @@ class Upkeep:
         for tier, onward in pairwise(route):
             lane, verb = HOPS[tier, onward]
             target = (f"{name}@{onward}",)
-            self.emit(lane, f"{verb}.{kind}", reads=places, writes=target, **fields)
+            if target[0] not in self.held:
+                self.emit(lane, f"{verb}.{kind}", reads=places, writes=target, **fields)
+            self.held.discard(target[0])
             places = target
         return places
 
@@ -76,6 +81,18 @@ class Upkeep:
         owner = self.spec.units[unit]
         every = owner.kept_parts if stored == "w" else owner.trained_parts
         return tuple(f"{stored}{unit}.{k}@{tier}" for k in ([part] if part >= 0 else every))
+
+    def fetch_ahead(self, values: Iterable[str]) -> None:
+        """Bring what the first updates of the next step read besides gradients."""
+        self.phase = "ahead"
+        for value in values:
+            kind, unit, part = part_named(value)
+            owner = self.spec.units[unit].parts[part]
+            nbytes, places = (
+                owner.state_bytes if kind == "s" else owner.weight_bytes,
+                self.home(kind, unit, "disk", part),
+            )
+            self.emit("disk_read", f"load.{kind}", reads=places, writes=(value,), unit=unit, part=part, nbytes=nbytes)
 
     def apply(self) -> None:
         """Update what has arrived (nothing, where gradients are held)."""

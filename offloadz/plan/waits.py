@@ -25,8 +25,8 @@ def bottleneck_told(found: Prediction, commit: str) -> str:
     told = f"{name} ({busy_s / found.step_s:.0%} busy"
     if name not in found.taken_s:
         return f"{told}; lanes wait for each other)"
-    updating = {op.verb for op in found.program.ops if op.phase == "update"}
-    updating -= {op.verb for op in found.program.ops if op.phase != "update"}
+    updating = {op.verb for op in found.program.ops if op.phase in ("ahead", "update")}
+    updating -= {op.verb for op in found.program.ops if op.phase not in ("ahead", "update")}
     meanwhile: dict[str, float] = {}
     idle = idle_spans(timeline, name)
     for span in timeline.spans:

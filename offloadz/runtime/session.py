@@ -27,7 +27,7 @@ from offloadz.plan.errors import UpdateFailed
 from offloadz.plan.left import left_by
 from offloadz.plan.ops import LANES, Op, Program
 from offloadz.plan.pace import program_of
-from offloadz.plan.steps import CLOSING, TERMS, Backward, Finish, Forward, Owed, Phase, Spread, Turn, Updates
+from offloadz.plan.steps import CLOSING, NOTHING, TERMS, Backward, Finish, Forward, Owed, Phase, Spread, Turn, Updates
 from offloadz.plan.walk import Frontier, Walk
 from offloadz.runtime.device_actions import TABLES
 from offloadz.runtime.devices import delays
@@ -69,10 +69,8 @@ class Session:
         self.walk: Walk | None = None
         self.script: deque[Told] = deque()
         """What the current walk expects to be announced, in order."""
-        self.pending: tuple[int, ...] = ()
-        """Units whose update is due and in no walk yet."""
-        self.unended = False
-        """Whether a decided step has still to be ended on disk, in no walk yet (`Placement.ending`)."""
+        self.owed = NOTHING
+        """What programs have left to do that is in no walk yet."""
         self.grads: dict[int, str] = {}
         """Per unit of this step: `sum` while its gradient is open, `done` once rounded."""
         self.open: list[Turn] = []
@@ -244,8 +242,9 @@ class Session:
         self.room.decide(units if taken else ())
         if units and self.tell is not None:
             self.room.told = self.tell()  # now and not at the flip: by then the caller is in its next step
-        self.room.due, self.pending = ({}, ()) if taken else ({**due}, units)
-        self.unended, self.due_step = bool(units), self.step
+        self.room.due, pending = ({}, ()) if taken else ({**due}, units)
+        fetched = self.walk is not None and bool(self.walk.program.left)
+        self.owed, self.due_step = Owed(pending, unended=bool(units), fetched=fetched), self.step
 
     def commit_by(self, commit: str) -> None:
         """From the next step on: `hold`, or `shadow` where the room was made for it."""
@@ -273,7 +272,7 @@ class Session:
     def _start(self, phases: tuple[Phase, ...]) -> None:
         """A walk over the program of `phases`, with the updates that are due in their places."""
         summed = tuple(sorted(u for u, state in self.grads.items() if state == "sum"))
-        told = (phases, Owed(self.pending, summed, self.unended))
+        told = (phases, replace(self.owed, summed=summed))
         program = self._programs.pop(told, None)
         if program is None:
             program = program_of(self.spec, self.placement, *told)
@@ -281,7 +280,7 @@ class Session:
                 del self._programs[next(iter(self._programs))]
         self._programs[told] = program  # the newest stands last
         self.walk = Walk(program, self.lanes, self.frontier, self._observe)
-        self.pending, self.unended = (), False
+        self.owed = NOTHING
         self.script = deque(_told(phases))
         self.walk.advance()
 
@@ -297,10 +296,11 @@ class Session:
             self.walk.finish("update")
             self.walk = None
             self.script.clear()
-        if self.pending or self.unended:
+        if self.owed.pending or self.owed.unended:
             self._start((Updates(),))
             self.walk = None
         self._drain()
+        self.owed = NOTHING  # what was fetched too: whoever comes next may change what is at rest
         self.frontier.clear()
         self.check()
 

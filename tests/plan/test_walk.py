@@ -74,9 +74,11 @@ def test_any_timing_ends_in_the_state_of_the_sequential_run(seed: int, slots: in
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 1 << 30), slots=st.integers(1, 3))
 def test_programs_follow_each_other_without_a_pause(seed: int, slots: int) -> None:
-    """Three steps, the frontier alone between them: a step's last stores run beside the next one's first fetches."""
+    """Four steps, the frontier alone between them: a step's last stores run beside the next one's first fetches, and
+    what one has fetched the next one has not to."""
     placement = replace(DISK, slots=slots)
-    parts = [step_program(SPEC, placement, 2, flush=flush) for flush in (False, True, True, False)]
+    ways = ((False, False), (False, True), (True, True), (True, False))
+    parts = [step_program(SPEC, placement, 2, flush=flush, fetched=fetched) for flush, fetched in ways]
     found, frontier = Meaning(), Frontier()
     with lanes_of(found, seed) as lanes:
         for part in parts:
