@@ -13,29 +13,45 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import islice
+from typing import NamedTuple
 
 from offloadz.plan.alike import once
 from offloadz.plan.placement import Placement
 from offloadz.plan.spec import ModelSpec
 
 
+class Fetched(NamedTuple):
+    """A part's state (`kind` "s") or weights ("p"), and the slot it waits in."""
+
+    kind: str
+    unit: int
+    part: int
+    slot: str
+    nbytes: int
+
+    def at(self, tier: str) -> str:
+        """Its place: at home on `disk`, `ahead` as a program leaves it, on the `host` as the next one finds it."""
+        return f"{self.kind}{self.unit}.{self.part}@{tier}"
+
+
 @once
-def fetched_ahead(spec: ModelSpec, placement: Placement) -> dict[str, str]:
-    """Value (`s0.1`) to slot (`host.s#1`), in the order in which they are read."""
-    if placement.share.ranks > 1:
-        return {}
-    found: dict[str, str] = {}
-    for slot, (unit, part, kinds) in enumerate(islice(_first(spec, placement), placement.slots)):
-        found |= {f"{kind}{unit}.{part}": f"host.{kind}#{slot}" for kind in kinds}
-    return found
+def fetched_ahead(spec: ModelSpec, placement: Placement) -> tuple[Fetched, ...]:
+    """What fits into the slots, in the order of the updates."""
+    alone, parts = placement.share.ranks == 1, enumerate(islice(_parts(spec), placement.slots))
+    return tuple(found for slot, part in parts for found in _brought(spec, placement, *part, slot) if alone)
 
 
-def _first(spec: ModelSpec, placement: Placement) -> Iterator[tuple[int, int, str]]:
-    """Units and parts in the order of their updates, with the kinds of values that each brings from the drive alone."""
-    units = {unit: seat.kind == "table" for seat in reversed(spec.seats) for unit in seat.units}
-    order = dict.fromkeys(unit for seat in spec.seats for unit in seat.units)
-    for unit in order:
-        for part in spec.units[unit].trained_parts:
-            state = placement.optimizer == "disk" and spec.units[unit].parts[part].state_bytes > 0
-            alone = placement.parameters == "disk" and units[unit]  # a block's weights come whole
-            yield unit, part, "s" * state + "p" * alone
+def _parts(spec: ModelSpec) -> Iterator[tuple[int, int]]:
+    """Unit and number of each part that is trained, in the order of the updates."""
+    for unit in dict.fromkeys(unit for seat in spec.seats for unit in seat.units):
+        yield from ((unit, part) for part in spec.units[unit].trained_parts)
+
+
+def _brought(spec: ModelSpec, placement: Placement, unit: int, part: int, slot: int) -> Iterator[Fetched]:
+    """What the update of a part brings from the drive, apart from gradients and from a block's weights, which come
+    whole."""
+    owner, seat = spec.units[unit].parts[part], next(seat for seat in spec.seats if unit in seat.units)
+    if placement.optimizer == "disk" and owner.state_bytes:
+        yield Fetched("s", unit, part, f"host.s#{slot}", owner.state_bytes)
+    if placement.parameters == "disk" and seat.kind == "table":
+        yield Fetched("p", unit, part, f"host.p#{slot}", owner.weight_bytes)

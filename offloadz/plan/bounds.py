@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from math import inf
 from typing import NamedTuple
 
+from offloadz.plan.ahead import fetched_ahead
 from offloadz.plan.alike import once, seats_alike, unit_kinds
 from offloadz.plan.footprint import Batch, num_saved, saved_bytes
 from offloadz.plan.left import GRAPH, PRODUCTS, left_by
@@ -70,7 +71,7 @@ def least_s(spec: ModelSpec, placement: Placement, batch: Batch, machine: Machin
         whole_s += phase.times * max(_drive_s(alone, both), *alone.values())
         each_s.append([phase.times * seconds for seconds in alone.values()])
     together = map(sum, zip(*each_s, strict=True))
-    turns = 2 * batch.sweeps - 1
+    turns, whole_s = 2 * batch.sweeps - 1, whole_s - _fetched_s(spec, placement, costs)
     apart_s = whole_s - turns * _ahead_s(spec, placement, batch, costs)
     least = max(APART * whole_s, apart_s) if turns == 1 else apart_s
     return max(least, *together, *_shared(Work().plus(*[phase.whole for phase in phases]), costs))
@@ -84,6 +85,12 @@ def _ahead_s(spec: ModelSpec, placement: Placement, batch: Batch, costs: Costs) 
     )
     lanes = ("h2d", "d2h", *("disk_read", "disk_write") * any(pool.startswith("host.") for pool in pools))
     return placement.slots * sum(pools.values()) / min(costs.rates[lane] for lane in lanes)
+
+
+def _fetched_s(spec: ModelSpec, placement: Placement, costs: Costs) -> float:
+    """Seconds of what a step reads for the next one's first updates, and a forward not."""
+    fetched = fetched_ahead(spec, placement) if placement.commit == "hold" else ()
+    return sum(one.nbytes for one in fetched) / costs.rates["disk_read"] if fetched else 0.0
 
 
 def _drive_s(alone: Mapping[str, float], both: float) -> float:

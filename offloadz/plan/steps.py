@@ -107,8 +107,7 @@ def build(spec: ModelSpec, placement: Placement, phases: tuple[Phase, ...], owed
     """The sequential program of `phases`.  Places are values on tiers; run `passes.compiled` on the result."""
     pending, unended = list(owed.pending), owed.unended or bool(owed.pending)
     ahead = fetched_ahead(spec, placement)
-    held = {f"{value}@host": slot for value, slot in ahead.items() if owed.fetched}
-    left = {f"{value}@ahead": slot for value, slot in ahead.items() if fetches_ahead(placement, phases)}
+    held = {one.at("host"): one.slot for one in ahead if owed.fetched}
     script = Script(spec, placement, pending, unended, held=set(held), grads=dict.fromkeys(owed.summed, "sum"))
     for phase in phases:
         if isinstance(phase, Forward):
@@ -129,8 +128,9 @@ def build(spec: ModelSpec, placement: Placement, phases: tuple[Phase, ...], owed
         else:
             script.updates(tuple(script.pending))
     script.apply()
-    script.fetch_ahead(left)
-    return Program(tuple(script.ops), held=held, left=left)
+    leaving = ahead if fetches_ahead(placement, phases) else ()
+    script.fetch_ahead(leaving)
+    return Program(tuple(script.ops), held=held, left={one.at("ahead"): one.slot for one in leaving})
 
 
 def fetches_ahead(placement: Placement, phases: Sequence[Phase]) -> bool:

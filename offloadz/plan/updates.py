@@ -12,7 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import chain, pairwise
 
-from offloadz.plan.ops import Op, part_named
+from offloadz.plan.ahead import Fetched
+from offloadz.plan.ops import Op
 from offloadz.plan.placement import Placement
 from offloadz.plan.spec import ITEM_BYTES, ModelSpec
 
@@ -82,17 +83,14 @@ class Upkeep:
         every = owner.kept_parts if stored == "w" else owner.trained_parts
         return tuple(f"{stored}{unit}.{k}@{tier}" for k in ([part] if part >= 0 else every))
 
-    def fetch_ahead(self, values: Iterable[str]) -> None:
+    def fetch_ahead(self, fetched: Iterable[Fetched]) -> None:
         """Bring what the first updates of the next step read besides gradients."""
         self.phase = "ahead"
-        for value in values:
-            kind, unit, part = part_named(value)
-            owner = self.spec.units[unit].parts[part]
-            nbytes, places = (
-                owner.state_bytes if kind == "s" else owner.weight_bytes,
-                self.home(kind, unit, "disk", part),
-            )
-            self.emit("disk_read", f"load.{kind}", reads=places, writes=(value,), unit=unit, part=part, nbytes=nbytes)
+        for one in fetched:
+            self.emit(
+                "disk_read", f"load.{one.kind}", reads=(one.at("disk"),), writes=(one.at("ahead"),), unit=one.unit,
+                part=one.part, nbytes=one.nbytes,
+            )  # fmt: skip
 
     def apply(self) -> None:
         """Update what has arrived (nothing, where gradients are held)."""

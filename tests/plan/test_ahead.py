@@ -1,0 +1,88 @@
+"""What the first updates of a step read is fetched under the last backward of the step before."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from programs import small_spec, trained_units
+
+from offloadz.plan.ahead import fetched_ahead
+from offloadz.plan.footprint import Batch
+from offloadz.plan.ops import Program
+from offloadz.plan.pace import program_of
+from offloadz.plan.passes import compiled, place
+from offloadz.plan.placement import Placement
+from offloadz.plan.predict import step_program, training_phases
+from offloadz.plan.share import Share
+from offloadz.plan.steps import Owed, build
+
+BATCH = Batch(2, 64, 1)
+DISK = Placement("disk", "disk", "disk", "disk")
+SPEC = small_spec(layers=3)
+
+
+def steady(placement: Placement, fetched: bool = True) -> Program:
+    """The sequential program of a step, of which everything is due."""
+    return build(SPEC, placement, training_phases(SPEC, 1, 1), Owed(trained_units(SPEC), unended=True, fetched=fetched))
+
+
+def first_reads(program: Program) -> list[str]:
+    """What the drive is read for before the first computation."""
+    first = next(index for index, op in enumerate(program.ops) if op.lane == "device")
+    return [op.verb for op in program.ops[:first] if op.lane == "disk_read"]
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_as_many_parts_as_there_are_slots(slots: int) -> None:
+    placement = replace(DISK, slots=slots)
+    fetched = fetched_ahead(SPEC, placement)
+    kinds = [one.kind for one in fetched]
+    assert kinds.count("s") == slots and kinds.count("p") == 1, "the table has one part, of blocks only state comes so"
+    assert len({one.slot for one in fetched}) == len(fetched)
+    program = steady(placement)
+    ahead = [op for op in program.ops if op.phase == "ahead"]
+    assert [op.writes for op in ahead] == [(one.at("ahead"),) for one in fetched]
+    assert sum(op.nbytes for op in ahead) == sum(one.nbytes for one in fetched) > 0
+    bare = steady(placement, fetched=False)
+    missing = len(first_reads(bare)) - len(first_reads(program))
+    assert 0 < missing <= len(fetched) and len(bare) - len(program) == len(fetched)
+
+
+def test_reads_go_under_the_last_backward() -> None:
+    """In the compiled program they come before the last block's backward is submitted, not behind the norm."""
+    program = step_program(SPEC, replace(DISK, slots=2), BATCH)
+    last = max(index for index, op in enumerate(program.ops) if op.lane == "device" and op.verb == "backward")
+    assert any(op.phase == "ahead" and index < last for index, op in enumerate(program.ops))
+
+
+def test_a_slot_is_nobody_elses_until_its_value_was_used() -> None:
+    placement = replace(DISK, slots=2)
+    placed = place(steady(placement), placement)
+    for slot in placed.held.values():
+        touching = [op for op in placed.ops if slot in (*op.reads, *op.writes)]
+        assert touching[0].verb.startswith("update") and slot in touching[0].reads, touching[0].text()
+
+
+def test_the_next_program_begins_where_the_last_one_ended() -> None:
+    program = compiled(steady(DISK), DISK)
+    assert {v.replace("ahead", "host"): slot for v, slot in program.left.items()} == dict(program.held)
+    ends = {place: op for op in program.ops for place in op.writes}
+    assert all(ends[slot].phase == "ahead" for slot in program.left.values())
+
+
+def test_only_with_hold_and_for_one_rank() -> None:
+    for commit in ("shadow", "in_place"):
+        program = steady(replace(DISK, commit=commit, copies=2), fetched=False)
+        assert not program.left and not [op for op in program.ops if op.phase == "ahead"]
+    assert fetched_ahead(SPEC, replace(DISK, share=Share(ranks=2, stage=1))) == ()
+
+
+def test_nothing_where_nothing_is_read_from_a_drive() -> None:
+    assert fetched_ahead(SPEC, Placement()) == ()
+    assert {one.kind for one in fetched_ahead(SPEC, replace(Placement(), optimizer="disk"))} == {"s"}
+
+
+def test_a_program_of_other_phases_leaves_nothing() -> None:
+    forward = training_phases(SPEC, 1, 1)[:1]
+    assert not program_of(SPEC, DISK, forward, Owed(trained_units(SPEC), fetched=True)).left
