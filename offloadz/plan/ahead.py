@@ -30,7 +30,7 @@ class Fetched(NamedTuple):
     nbytes: int
 
     def at(self, tier: str) -> str:
-        """Its place: at home on `disk`, `ahead` as a program leaves it, on the `host` as the next one finds it."""
+        """Its place: `ahead` as a program leaves it, on the `host` as the next one finds it."""
         return f"{self.kind}{self.unit}.{self.part}@{tier}"
 
 

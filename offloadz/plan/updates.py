@@ -88,8 +88,8 @@ class Upkeep:
         self.phase = "ahead"
         for one in fetched:
             self.emit(
-                "disk_read", f"load.{one.kind}", reads=(one.at("disk"),), writes=(one.at("ahead"),), unit=one.unit,
-                part=one.part, nbytes=one.nbytes,
+                "disk_read", f"load.{one.kind}", reads=self.home(one.kind, one.unit, "disk", one.part),
+                writes=(one.at("ahead"),), unit=one.unit, part=one.part, nbytes=one.nbytes,
             )  # fmt: skip
 
     def apply(self) -> None:

@@ -43,6 +43,8 @@ def test_as_many_parts_as_there_are_slots(slots: int) -> None:
     program = steady(placement)
     ahead = [op for op in program.ops if op.phase == "ahead"]
     assert [op.writes for op in ahead] == [(one.at("ahead"),) for one in fetched]
+    homes = {op.reads for op in steady(placement, fetched=False).ops if op.verb in ("load.s", "load.p")}
+    assert {op.reads for op in ahead} <= homes
     assert sum(op.nbytes for op in ahead) == sum(one.nbytes for one in fetched) > 0
     bare = steady(placement, fetched=False)
     missing = len(first_reads(bare)) - len(first_reads(program))
