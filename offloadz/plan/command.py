@@ -22,7 +22,6 @@ from offloadz.plan.cut import Cut, saved_cut
 from offloadz.plan.footprint import PHASES, TIERS
 from offloadz.plan.found import Find
 from offloadz.plan.headers import find_directory
-from offloadz.plan.hiding import MOST_TOKENS
 from offloadz.plan.machine import rates_told
 from offloadz.plan.more import More, more_of
 from offloadz.plan.question import Question, question
@@ -197,13 +196,11 @@ def _print_terms(console: object, plan: Plan) -> None:
 def _print_times(console: object, asked: Question, plan: Plan, more: More) -> None:
     busy = ", ".join(f"{lane} {s / plan.step_s:.0%}" for lane, s in (plan.busy_s or {}).items() if s)
     told = bottleneck_told(asked.few_blocks_of(plan), plan.commit)
-    hides, share = plan.hiding and plan.hiding.tokens, plan.placement.share
+    speed = f"{plan.tokens_per_s:,.0f} tokens/s{plan.placement.share.all}"
     lines = [
-        f"step {lasting(plan.step_s)}, {plan.tokens_per_s:,.0f} tokens/s{share.all}, bottleneck {told}; busy: {busy}",
+        f"step {lasting(plan.step_s)}, {speed}, bottleneck {told}; busy: {busy}",
         *plan.wear.lines(),
-        f"transfers and updates are hidden behind the computation from {hides:,} tokens a step{share.each} on"
-        if hides is not None
-        else f"up to {MOST_TOKENS:,} tokens a step{share.each} do not hide transfers and updates behind computation",
+        *([plan.hiding.line] if plan.hiding is not None else []),
         *more.lines(),
         _honesty(plan),
     ]

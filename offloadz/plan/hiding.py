@@ -46,17 +46,40 @@ class Hiding:
     def tokens(self) -> int | None:
         """The least tokens a step, over all ranks and in whole rows of `batch.length`, that hide all else; None where
         `MOST_TOKENS` do not.  Sought when it is asked for."""
+        found = self._rows[0]
+        return found * self._unit * self.placement.share.ranks if found else None
+
+    @property
+    def line(self) -> str:
+        """The same for people."""
+        tokens, each = self.tokens, self.placement.share.each
+        if tokens is not None:
+            return f"transfers and updates are hidden behind the computation from {tokens:,} tokens a step{each} on"
+        if self._rows[1]:
+            return f"up to {MOST_TOKENS:,} tokens a step{each} do not hide transfers and updates behind the computation"
+        return "no number of tokens a step hides transfers: what each token moves takes longer than what it computes"
+
+    @property
+    def _unit(self) -> int:
+        """Tokens of a row in each sweep."""
+        return self.batch.sweeps * self.batch.length
+
+    @cached_property
+    def _rows(self) -> tuple[int, bool]:
+        """The least rows of a sweep that hide all else, 0 where none do, and whether more rows come closer to it."""
         if self.device_s <= 0:
-            return None
-        step, unit = _Step(self.spec, self.placement, self.batch, self.machine), self.batch.sweeps * self.batch.length
-        rows, most, lack_s = self.batch.rows_per_sweep, MOST_TOKENS // unit, self.step_s - HIDDEN * self.device_s
+            return 0, False
+        step = _Step(self.spec, self.placement, self.batch, self.machine)
+        rows, lack_s = self.batch.rows_per_sweep, self.step_s - HIDDEN * self.device_s
         if lack_s <= 0:
-            found = _between(step, 0, rows, 0.0, lack_s)
-        else:  # each row more is hidden, or none is
-            enough = min(rows + int(lack_s / ((HIDDEN - 1) * self.device_s / rows)) + 1, max(most, rows + 1))
-            other_s = step.lack_s(enough)
-            found = _between(step, rows, enough, lack_s, other_s) if other_s <= 0 else 0
-        return found * unit * self.placement.share.ranks if found else None
+            return _between(step, 0, rows, 0.0, lack_s), True
+        most = max(MOST_TOKENS // self._unit, rows + 1)
+        enough = min(rows + int(lack_s / ((HIDDEN - 1) * self.device_s / rows)) + 1, most)  # if each more is hidden
+        other_s = step.lack_s(enough)
+        closer = other_s < lack_s
+        if 0 < other_s < lack_s and enough < most:  # hidden in part
+            enough, other_s = most, step.lack_s(most)
+        return _between(step, rows, enough, lack_s, other_s) if other_s <= 0 else 0, closer
 
 
 def _between(step: _Step, low: int, high: int, low_s: float, high_s: float) -> int:

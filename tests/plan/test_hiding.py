@@ -9,7 +9,8 @@ import pytest
 
 from offloadz.plan.answer import Plan
 from offloadz.plan.estimate import estimate
-from offloadz.plan.hiding import HIDDEN
+from offloadz.plan.footprint import Batch
+from offloadz.plan.hiding import HIDDEN, Hiding
 from offloadz.plan.machine import Machine
 from offloadz.plan.predict import Prediction
 from offloadz.plan.search import decide
@@ -77,7 +78,8 @@ def test_none_hides_what_is_slower_for_each_token() -> None:
     """Saved inputs over a slow bus: more tokens are more of them."""
     slow = replace(CARD, rates={**CARD.rates, "h2d": 1e8, "d2h": 1e8})
     plan = planned(slow, 8)
-    assert plan.placement.activations == "host" and tokens(plan) is None
+    assert plan.placement.activations == "host" and tokens(plan) is None and plan.hiding is not None
+    assert plan.hiding.line.startswith("no number of tokens a step hides transfers: what each token moves takes longer")
     assert ratio(slow, plan, 1 << 10) > HIDDEN
     assert tokens(planned(CARD, 8)) is not None
 
@@ -103,3 +105,28 @@ def test_what_is_waited_for_runs_while_the_busiest_does_nothing() -> None:
     assert bottleneck_told(found, "shadow") == "device (50% busy; it waits for d2h)"
     found.shared_s["memory"] = 4.0
     assert bottleneck_told(found, "hold") == "memory (67% busy; lanes wait for each other)"
+
+
+@pytest.mark.parametrize(
+    ("won_s", "words"),
+    [(1e-2, "hidden behind the computation from "), (1e-8, "up to 16,777,216 tokens a step do not hide"),
+     (-1e-2, "no number of tokens a step hides")],
+)  # fmt: skip
+def test_rows_that_are_hidden_in_part_are_looked_for_as_far_as_anybody_looks(
+    monkeypatch: pytest.MonkeyPatch, won_s: float, words: str
+) -> None:
+    """Each row more wins some of what its computation would: many more are needed, and then found."""
+
+    class Slow:
+        def __init__(self, *told: object) -> None:
+            pass
+
+        def lack_s(self, rows: int) -> float:
+            return 5.0 - won_s * (rows - 8)
+
+    monkeypatch.setattr("offloadz.plan.hiding._Step", Slow)
+    plan = planned(CARD, 8)
+    found = Hiding(model(), plan.placement, Batch(8, 256, 1), CARD, 5.0 + HIDDEN * 8.0, 8.0)
+    assert words in found.line and (found.tokens is None) == (won_s < 1e-4)
+    if found.tokens:
+        assert found.tokens == pytest.approx(508 * 256, rel=0.04)
