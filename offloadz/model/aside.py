@@ -17,6 +17,7 @@ from pathlib import Path
 
 from offloadz.memory.record import make_directories
 from offloadz.plan.errors import DiskFailed
+from offloadz.plan.words import human
 
 
 def disk_failed(error: OSError, operation: str, path: Path, wanted_bytes: int) -> DiskFailed:
@@ -24,7 +25,7 @@ def disk_failed(error: OSError, operation: str, path: Path, wanted_bytes: int) -
     free = free_bytes(path.parent)
     return DiskFailed(
         error.errno,
-        f"{operation} of {wanted_bytes} bytes in {path}: {os.strerror(error.errno or errno.EIO)} ({free} bytes free); "
+        f"{operation} of {wanted_bytes} bytes in {path}: {os.strerror(error.errno or errno.EIO)} ({human(free)} free); "
         "make room or choose another directory",
     )
 
@@ -43,7 +44,8 @@ def require_room(directory: Path, needed_bytes: int, purpose: str) -> None:
     if free < needed_bytes:
         raise DiskFailed(
             errno.ENOSPC,
-            f"{purpose} in {directory} needs {needed_bytes} bytes, {free} are free, {needed_bytes - free} are missing; "
+            f"{purpose} in {directory} needs {human(needed_bytes, up=True)}, {human(free)} are free, "
+            f"{human(needed_bytes - free, up=True)} are missing; "
             "make room or choose another directory",
         )
 

@@ -76,8 +76,8 @@ def _check_room(config: Config, plan: Plan, output: Path) -> None:
     room_bytes, needed_bytes = sum(rooms_of(apart(config.offload.swap), output)), plan.peak["disk"]
     if room_bytes < needed_bytes:
         raise DoesNotFit(
-            f"offload.swap: {needed_bytes} bytes are needed, {room_bytes} are there with what this run holds already; "
-            "free some or name a larger drive; no checkpoint was removed"
+            f"offload.swap: {human(needed_bytes, up=True)} are needed, {human(room_bytes)} are there with what this "
+            "run holds already; free some or name a larger drive; no checkpoint was removed"
         )
 
 

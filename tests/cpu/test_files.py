@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from offloadz.model.aside import appearing, clean_leftovers, free_bytes, join_crc, require_room
 from offloadz.model.files import DTYPES, StreamReader, StreamWriter, verify_file
 from offloadz.plan.errors import DamagedState, DiskFailed
+from offloadz.plan.words import human
 
 SHAPES = {"vector": (7,), "odd": (13, 5, 3), "one": (1,), "none": (0, 4), "scalar": ()}
 
@@ -204,9 +205,9 @@ def test_file_shrinks_while_it_is_read(tmp_path: Path) -> None:
 def test_no_room_is_said_with_numbers(tmp_path: Path) -> None:
     free = free_bytes(tmp_path / "not" / "yet")
     require_room(tmp_path / "not" / "yet", free // 2, "a checkpoint")
-    with pytest.raises(DiskFailed, match=rf"a checkpoint in .* needs {free * 4} bytes"):
+    with pytest.raises(DiskFailed, match=rf"a checkpoint in .* needs {human(free * 4, up=True)}, "):
         require_room(tmp_path, free * 4, "a checkpoint")
-    with pytest.raises(DiskFailed, match=r"big\.safetensors: .*\(\d+ bytes free\)"):
+    with pytest.raises(DiskFailed, match=r"big\.safetensors: .*\([\d.]+[KMGT]?i?B free\)"):
         StreamWriter(tmp_path / "big.safetensors", {"a": (torch.float32, (1 << 50,))})
 
 

@@ -239,7 +239,7 @@ def test_no_room_is_said_before_anything_is_touched(tmp_path: Path, monkeypatch:
     run = made()
     save_checkpoint(tmp_path, run, {"step": 1})
     monkeypatch.setattr("offloadz.model.aside.free_bytes", lambda directory: 4096)
-    with pytest.raises(DiskFailed, match=r"a checkpoint in .* needs \d+ bytes, 4096 are free"):
+    with pytest.raises(DiskFailed, match=r"a checkpoint in .* needs [\d.]+[KMG]?i?B, 4.0KiB are free"):
         save_checkpoint(tmp_path, run, {"step": 2}, keep=1)
     assert [p.name for p in tmp_path.iterdir()] == ["step-000001"] and newest_valid(tmp_path)[0]
 

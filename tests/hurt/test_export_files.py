@@ -241,7 +241,9 @@ def test_a_tensor_given_twice_or_never_is_refused(tmp_path: Path) -> None:
 
 def test_no_room_is_said_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("offloadz.model.aside.free_bytes", lambda directory: 1000)
-    with pytest.raises(DiskFailed, match=r"an export in .* needs \d+ bytes, 1000 are free, \d+ are missing"):
+    with pytest.raises(
+        DiskFailed, match=r"an export in .* needs [\d.]+[KMG]iB, 1000B are free, [\d.]+[KMG]iB are missing"
+    ):
         export(made(tiny("llama")), tmp_path / "out")
     assert list(tmp_path.iterdir()) == []
 
