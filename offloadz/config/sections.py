@@ -133,7 +133,10 @@ class OptimizerConfig:
     weight_decay: float = _key(0.0, "float", "decoupled (adamw, lion) or added to the gradient (adam, sgd)", low=0)
     no_decay: tuple[str, ...] = _key(("*norm*", "*bias*"), "texts", "name patterns without weight decay")
     groups: tuple[GroupConfig, ...] = _key(
-        (), "groups", 'each match with lr, weight_decay or both, such as [{match = ["*.embed*"], lr = 1e-6}]'
+        (),
+        "groups",
+        'each match with lr, weight_decay or both, such as [{match = ["*.embed*"], lr = 1e-6}]; a pattern that matches '
+        "no parameter is an error",
     )
     max_grad_norm: float = _key(1.0, "float", "clipping of the global norm; 0: off", low=0)
     schedule: str = _key("cosine", "text", "after the warm-up", choices=("cosine", "linear", "constant"))

@@ -136,7 +136,7 @@ def offload(
     check_commit(plan.commit if plan is not None and commit == "auto" else commit, max_grad_norm)
     stored, ranks = stored_dtype(model, dtype), join()
     updates = RunUpdates(optimizer or AdamW(), update_threads(threads)[0], max_grad_norm, seed)
-    drawn = outline(model, stored, updates.settings.recipe, **kept)
+    drawn = outline(model, stored, updates.settings.recipe, groups=updates.settings.matches, **kept)
     paths, computer = apart([swap] if isinstance(swap, str | Path) else swap), device_named(device)
     check_cheap(recompute if plan is None else "cheap" if plan.placement.cheap else plan.recompute, kernels)
     forwards = forwards_of(kernels, model, computer)

@@ -11,7 +11,6 @@ import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from hashlib import blake2b
 from typing import Any, ClassVar
@@ -59,6 +58,11 @@ class Settings:
             _check_patterns(f"{kind}: match of a group", group["match"])
             told = {key: group[key] for key in free if group.get(key) is not None}
             _check_numbers(f"{kind}: the group of {list(group['match'])}", told)
+
+    @property
+    def matches(self) -> list[str]:
+        """The name patterns of all groups."""
+        return [pattern for group in self.groups for pattern in group["match"]]
 
     @property
     def decouples(self) -> bool:
@@ -195,9 +199,10 @@ def param_groups(settings: Settings, named: Sequence[tuple[str, nn.Parameter]]) 
     if not buckets:
         raise ConfigError("nothing to train: every parameter is frozen; loosen model.freeze")
     for index, group in enumerate(settings.groups):
-        if all(index != used for used, _ in buckets):  # allowed: a group may be empty; but it may be a typing error
-            near = get_close_matches(str((group["match"] or [""])[0]), [name for name, _ in named], 1, 0.0) or ["-"]
-            log.warning("optimizer.groups: %s is the first match of no parameter; nearest: %s", group["match"], near[0])
+        if all(index != used for used, _ in buckets):  # allowed; each pattern matches something (`shapes.make_spec`)
+            log.warning(
+                "optimizer.groups: %s has nothing: all it matches is frozen or an earlier group's", group["match"]
+            )
     return [buckets[key] for key in sorted(buckets)]  # the settings' own first: theirs is the rate that is shown
 
 

@@ -39,11 +39,13 @@ def outline(
     blocks: Sequence[str] = (),
     keep_float32: Sequence[str] = (),
     freeze: Sequence[str] = (),
+    groups: Sequence[str] = (),
 ) -> Outline:
     """The outline of a model whose working weights are stored in `dtype`, the optimizer's state by `recipe`.
 
-    `blocks`: names of the lists whose entries are the blocks; empty: the longest.  Raises ConfigError naming what is
-    not built: a model without repeated blocks, parameters shared between blocks or around them, encoder-decoders.
+    `blocks`: names of the lists whose entries are the blocks; empty: the longest.  `keep_float32`, `freeze`, `groups`:
+    see `shapes.make_spec`.  Raises ConfigError naming what is not built: a model without repeated blocks, parameters
+    shared between blocks or around them, encoder-decoders.
     """
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise ConfigError(
@@ -73,6 +75,7 @@ def outline(
         order=order,
         keep_float32=keep_float32,
         freeze=freeze,
+        groups=groups,
         config=config_of(model),
     )
     spec = _with_twins(spec, twins).with_recipe(recipe)

@@ -39,22 +39,30 @@ def model_spec(
     init: str = "pretrained",
     keep_float32: Sequence[str] = (),
     freeze: Sequence[str] = (),
+    groups: Sequence[str] = (),
     add_tokens: Sequence[str] = (),
 ) -> ModelSpec:
     """The spec of `model.path`: from its files, or with init = "random" from config.json alone.
 
-    `add_tokens`: tokens that get rows in the table where it has none to spare.
+    `keep_float32`, `freeze`, `groups`: see `shapes.make_spec`.  `add_tokens`: tokens that get rows in the table where
+    it has none to spare.
 
     Raises ConfigError where files are missing, DamagedState where a header is not one.
     """
     found = find_directory(path)
     chosen = spec_from_formula if init == "random" else spec_from_headers
     rows = table_rows(found, add_tokens, vocab_size_of(read_config(found))) if add_tokens else 0
-    return chosen(found, dtype, keep_float32=keep_float32, freeze=freeze, rows=rows)
+    return chosen(found, dtype, keep_float32=keep_float32, freeze=freeze, groups=groups, rows=rows)
 
 
 def spec_from_headers(
-    model_dir: Path, dtype: str, *, keep_float32: Sequence[str] = (), freeze: Sequence[str] = (), rows: int = 0
+    model_dir: Path,
+    dtype: str,
+    *,
+    keep_float32: Sequence[str] = (),
+    freeze: Sequence[str] = (),
+    groups: Sequence[str] = (),
+    rows: int = 0,
 ) -> ModelSpec:
     """The spec of a directory with weights; `dtype` is the working weights' (`model.dtype`), not the files'.
 
@@ -64,18 +72,24 @@ def spec_from_headers(
     shapes = {_module_name(name, config): shape for name, shape in read_shapes(model_dir).items()}
     names = sorted((n for n in shapes if not _is_buffer(n, shapes[n])), key=_natural)
     params = [ParamInfo(name, shapes[name]) for name in names]
-    if keep_float32 or freeze:
+    if keep_float32 or freeze or groups:
         params = _as_modules_name(params, config)
-    return _spec(params, config, dtype, keep_float32, freeze, rows)
+    return _spec(params, config, dtype, (keep_float32, freeze, groups), rows)
 
 
 def spec_from_formula(
-    model_dir: Path, dtype: str, *, keep_float32: Sequence[str] = (), freeze: Sequence[str] = (), rows: int = 0
+    model_dir: Path,
+    dtype: str,
+    *,
+    keep_float32: Sequence[str] = (),
+    freeze: Sequence[str] = (),
+    groups: Sequence[str] = (),
+    rows: int = 0,
 ) -> ModelSpec:
     """The spec of a directory with config.json only (`model.init = "random"`); `rows`: of its table, 0: as it says."""
     config = read_config(model_dir)
     config = with_vocab_size(config, rows) if rows else config
-    return _spec(params_from_config(config), config, dtype, keep_float32, freeze)
+    return _spec(params_from_config(config), config, dtype, (keep_float32, freeze, groups))
 
 
 def local_directory(path: str | Path) -> Path | None:
@@ -194,11 +208,10 @@ def _spec(
     params: list[ParamInfo],
     config: Mapping[str, Any],
     dtype: str,
-    keep_float32: Sequence[str],
-    freeze: Sequence[str],
+    patterns: tuple[Sequence[str], Sequence[str], Sequence[str]],
     rows: int = 0,
 ) -> ModelSpec:
-    """Guess tables, blocks and head from names, then cut."""
+    """Guess tables, blocks and head from names, then cut; `patterns`: `keep_float32`, `freeze` and `groups`."""
     blocks = block_names([p.name for p in params])
     inside = tuple(f"{b}." for b in blocks)
     outer = [p for p in params if len(p.shape) == 2 and not p.name.startswith(inside)]
@@ -217,8 +230,10 @@ def _spec(
         words = {p.name for p in tables[:1]} | {h.weight for h in heads} | {h.bias for h in heads}
         params = [replace(p, shape=(rows, *p.shape[1:])) if p.name in words else p for p in params]
         config = with_vocab_size(config, rows)
+    keep_float32, freeze, groups = patterns
     return make_spec(
-        params, blocks, seats, heads, dtype=dtype, keep_float32=keep_float32, freeze=freeze, config=config
+        params, blocks, seats, heads, dtype=dtype, keep_float32=keep_float32, freeze=freeze, groups=groups,
+        config=config,
     )  # fmt: skip
 
 

@@ -87,7 +87,7 @@ def question(
     init = "random" if absent else model.init
     spec = model_spec(
         model.path, model.dtype, init=init, keep_float32=model.keep_float32, freeze=model.freeze,
-        add_tokens=model.add_tokens,
+        groups=[pattern for group in config.optimizer.groups for pattern in group.match], add_tokens=model.add_tokens,
     )  # fmt: skip
     told = config.optimizer
     spec = spec.with_recipe(recipe_of(told.name, told.state, told.momentum))

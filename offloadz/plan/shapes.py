@@ -71,6 +71,7 @@ def make_spec(
     order: Sequence[str] = (),
     keep_float32: Sequence[str] = (),
     freeze: Sequence[str] = (),
+    groups: Sequence[str] = (),
     config: Mapping[str, Any] | None = None,
 ) -> ModelSpec:
     """Units and seats of a model.
@@ -78,7 +79,8 @@ def make_spec(
     `params`: every parameter once, in model order.  `block_prefixes`: the full name of each repeated block
     (`model.layers.0`, ...) in forward order.  `tables`, `heads`: see `TableInfo`.  `order`: names of all seats in
     forward order; empty: tables, blocks, other modules, heads.  `keep_float32`, `freeze`: glob patterns over full
-    names.  `config`: the model's configuration, for the sizes a plan needs (see `config_sizes`).
+    names; `groups`: those of the optimizer's groups, which have to match something too.  `config`: the model's
+    configuration, for the sizes a plan needs (see `config_sizes`).
 
     Raises ConfigError for a pattern that matches nothing and a dtype that is not built, ValueError for names that do
     not belong together.
@@ -86,7 +88,8 @@ def make_spec(
     if dtype not in ITEM_BYTES:
         raise ConfigError(f"model.dtype = {dtype!r}; needed: one of {', '.join(ITEM_BYTES)}")
     names = [p.name for p in params]
-    for key, patterns in (("model.keep_float32", keep_float32), ("model.freeze", freeze)):
+    told = {"model.keep_float32": keep_float32, "model.freeze": freeze, "optimizer.groups": groups}
+    for key, patterns in told.items():
         _check_patterns(key, patterns, names)
     settled = [_settle(p, dtype, keep_float32, freeze) for p in params]
     by_name = {p.name: p for p in settled}
@@ -94,13 +97,13 @@ def make_spec(
     biases = {t.weight: by_name[t.bias] for t in heads if t.bias}
     _check_tables(by_name, tables, heads)
 
-    groups = _group(settled, block_prefixes, looked_up | {bias.name for bias in biases.values()})
-    largest = max((sum(p.num_elements for p in groups[b]) for b in block_prefixes), default=0)
+    owned = _group(settled, block_prefixes, looked_up | {bias.name for bias in biases.values()})
+    largest = max((sum(p.num_elements for p in owned[b]) for b in block_prefixes), default=0)
     tiles = {w: _tiles(by_name[w], biases.get(w), tile_elements(largest)) for w in looked_up}
     seats: dict[str, tuple[str, list[Unit]]] = {}
     for table in tables:
         seats[table.seat] = ("table", tiles[table.weight])
-    for name, members in groups.items():
+    for name, members in owned.items():
         kind = "block" if name in set(block_prefixes) else "module"
         seats[name] = (kind, [Unit(name, kind, _sections(members))])
     for head in heads:
@@ -145,7 +148,8 @@ def _matches(name: str, patterns: Iterable[str]) -> bool:
 
 
 def _check_patterns(key: str, patterns: Sequence[str], names: Sequence[str]) -> None:
-    """A pattern that matches nothing is a typing error: taken in silence it would train what was to be frozen."""
+    """A pattern that matches nothing is a typing error: taken in silence it would train what was to be frozen, or train
+    it at another rate."""
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             near = (get_close_matches(pattern, names, 1, 0.0) or ["-"])[0]

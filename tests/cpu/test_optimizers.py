@@ -247,6 +247,17 @@ def test_settings_are_checked_by_name(make: Callable[[], Any], words: str) -> No
         make()
 
 
+def test_a_pattern_of_a_group_matches_something(swap: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As those of model.freeze do; a group that has nothing for another reason is allowed, and said."""
+    wrong = {"match": ["*embed*", "*nonesuch*"], "lr": 1e-6}
+    with pytest.raises(ConfigError, match=r"optimizer.groups: '[*]nonesuch[*]' matches none of the .* nearest: "):
+        begun(swap, offloadz.AdamW(groups=[wrong]))
+    frozen = {"match": ["*embed*"], "lr": 1e-6}
+    with begun(swap, offloadz.AdamW(groups=[frozen]), freeze=["*embed*"]) as run:
+        assert [group["lr"] for group in run.optimizer.param_groups] == [1e-3]
+    assert "optimizer.groups: ['*embed*'] has nothing" in caplog.text
+
+
 def test_a_checkpoint_without_moments_is_refused_by_its_rule(swap: Path, tmp_path: Path) -> None:
     with begun(swap, offloadz.SGD()) as run:
         run.step(STEPS[0])

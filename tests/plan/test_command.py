@@ -144,6 +144,10 @@ def test_shapes_that_are_no_files_are_told(config: Path) -> None:
         (["offload.device=cuda:0"], 'offload.device = "cuda:0": torch finds no accelerator here'),
         (["offload.device=gpu"], 'needs "auto", "cpu" or a device with its number'),
         (["model.freeze=['*nonesuch*']"], "model.freeze: '*nonesuch*' matches none"),
+        (
+            ["optimizer.groups=[{match=['*embed*', '*nonesuch*'], lr=1e-6}]"],
+            "optimizer.groups: '*nonesuch*' matches none",
+        ),
         (["model.path=/nowhere"], "/nowhere"),
     ],
 )

@@ -150,6 +150,7 @@ def test_seats_stand_in_forward_order_and_a_tied_head_shares_units() -> None:
     ("more", "text"),
     [
         ({"freeze": ["layer.0.*"]}, "model.freeze: 'layer.0.*' matches none"),
+        ({"groups": ["layers.*", "*embedd*"]}, "optimizer.groups: '[*]embedd[*]' matches none of the"),
         ({"keep_float32": ["*normm*"]}, "model.keep_float32: '[*]normm[*]'"),
         ({"dtype": "float16"}, "model.dtype = 'float16'"),
         ({"order": ["emb", "norm"]}, "the order has 2 seats, the model 6"),
