@@ -2,8 +2,9 @@
 
 With hold every update waits for the norm, and the first ones hold up the first forward: before a row is looked up, its
 table is read with its state, updated and written.  While the first block goes backward the drive has nothing to do, so
-as many parts as there are slots are read then.  Each value has a slot of its own, the same in every step, so that one
-program ends with it there and the next begins with it.
+parts are read then, in all slots but one: through that one all others can pass, in whatever order a model calls its
+blocks.  Each value has a slot of its own, the same in every step, so that one program ends with it there and the next
+begins with it.
 Left to others: the ops (`updates.py`), and whether a program begins so (`Owed.fetched`).  The trade-off: where no step
 follows, these reads were in vain; over ranks there are none, since ranks with fewer parts would begin exchanges sooner
 than others.
@@ -36,8 +37,8 @@ class Fetched(NamedTuple):
 
 @once
 def fetched_ahead(spec: ModelSpec, placement: Placement) -> tuple[Fetched, ...]:
-    """What fits into the slots, in the order of the updates."""
-    alone, parts = placement.share.ranks == 1, enumerate(islice(_parts(spec), placement.slots))
+    """What fits into all slots but one, in the order of the updates."""
+    alone, parts = placement.share.ranks == 1, enumerate(islice(_parts(spec), placement.slots - 1))
     return tuple(found for slot, part in parts for found in _brought(spec, placement, *part, slot) if alone)
 
 

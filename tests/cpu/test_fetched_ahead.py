@@ -40,7 +40,7 @@ def back_and_forth(run: offloadz.Run, path: Path) -> None:
     run.load(where)
 
 
-@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("slots", [2, 3])
 @pytest.mark.parametrize("between", [other_moments, evaluated, back_and_forth])
 def test_the_bits_of_a_run_in_memory(between: Between, slots: int, swap: Path, tmp_path: Path) -> None:
     outcomes = []
