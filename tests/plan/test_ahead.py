@@ -38,7 +38,7 @@ def test_one_part_less_than_there_are_slots(slots: int) -> None:
     placement = replace(DISK, slots=slots)
     fetched = fetched_ahead(SPEC, placement)
     kinds = [one.kind for one in fetched]
-    assert kinds.count("s") == slots - 1 and kinds.count("p") == 1, "the table has one part, of blocks only state comes so"
+    assert kinds.count("s") == slots - 1 and kinds.count("p") == 1  # of blocks only state comes so
     assert len({one.slot for one in fetched}) == len(fetched)
     program = steady(placement)
     ahead = [op for op in program.ops if op.phase == "ahead"]
