@@ -23,7 +23,7 @@ from offloadz.runtime.library import load_library
 # How transfers are cut (docs/disk.md has the figures); nothing to tune.
 REQUEST_BYTES = 4 * PIECE_BYTES  # 1 MiB costs two to three times the processor time a byte, 8 MiB saves no more
 NUM_THREADS = 4  # of the back end by threads, each with one request under way: 3.2 GB/s where fio came to 3.0
-RING_DEPTH = 32  # of the back end by io_uring, requests under way per caller; 16 write 5 % slower, sums being taken
+RING_DEPTH = 32  # of the back end by io_uring, requests under way per caller; 16 and 64 gain nothing (docs/log.md)
 
 MAX_REQUEST_BYTES = 16 * PIECE_BYTES  # csrc/io.h has the same
 MAX_DEPTH = 64  # csrc/io_uring.cpp has the same
