@@ -58,6 +58,9 @@ FAILED, FAILED_S = "end of a call with an error", 60.0
 GONE_S = 5.0
 """How long is looked for the rank whose process has ended, once a connection is closed."""
 
+SEEN_S = 1.0
+"""The same where another thread of this rank has found it closed before."""
+
 
 class Solo:
     """A group of one."""
@@ -273,15 +276,15 @@ class Group(Solo):
     def _during(self, operation: str) -> Iterator[None]:
         """Errors of torch.distributed become RankFailed, with the rank at fault where it can be told."""
         if self._given_up:
-            raise RankFailed(f"rank {self.rank} has given up; {operation} needs all ranks: start them again")
+            raise RankFailed(self._story(operation, RuntimeError("this one had given up"), SEEN_S))
         try:
             yield
         except RuntimeError as error:
             self.give_up()
             raise RankFailed(self._story(operation, error)) from error
 
-    def _story(self, operation: str, error: Exception) -> str:
-        until_s = time.monotonic() + GONE_S
+    def _story(self, operation: str, error: Exception, most_s: float = GONE_S) -> str:
+        until_s = time.monotonic() + most_s
         while not (gone := [r for r, pid in enumerate(self._pids) if _has_ended(pid)]) and time.monotonic() < until_s:
             time.sleep(0.1)
         first = str(error).splitlines()[0] if str(error) else type(error).__name__

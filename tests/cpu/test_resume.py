@@ -33,7 +33,7 @@ from offloadz.train.progress import Display
 
 TIMES = ("step_s", "busy_s", "wait_s", "bottleneck", "bytes", "tokens_per_s", "predicted_step_s")
 IN_MEMORY = {f"offload__{kind}": "host" for kind in ("parameters", "gradients", "optimizer", "activations")}
-TWO_GROUPS = [{"match": ["*layers.0*", "*h.0*"], "lr": 3e-4, "weight_decay": 0.1}]
+FIRST_BLOCK = {"llama": "*layers.0*", "qwen3": "*layers.0*", "gpt2": "*h.0*"}
 
 
 def run(folder: Path, **changes: Any) -> int:
@@ -90,7 +90,8 @@ def test_stopped_and_resumed(
 ) -> None:  # fmt: skip
     make_model(tmp_path / "model", family)
     make_texts(tmp_path / "eval.jsonl", 7, seed=9)
-    same = {"model__dtype": dtype, "optimizer__groups": TWO_GROUPS, "optimizer__weight_decay": 0.01,
+    groups = [{"match": [FIRST_BLOCK[family]], "lr": 3e-4, "weight_decay": 0.1}]
+    same = {"model__dtype": dtype, "optimizer__groups": groups, "optimizer__weight_decay": 0.01,
             "data__eval": [str(tmp_path / "eval.jsonl")], "train__eval_every": 5}  # fmt: skip
     assert run(tmp_path, **same, **first, train__output=str(tmp_path / "whole")) == 0
     output = {"train__output": str(tmp_path / "parts")}

@@ -95,7 +95,8 @@ def test_half_a_directory_never_takes_the_place_of_a_whole_one(found: Any, what:
     told = found[what][f"{mode} {share}"]
     assert told["errno"] == ERRORS[mode], told
     operation = "reserve" if mode == "limit" else r"write blocks\.\d\.(weight|bias)\S*"
-    wanted = rf"{operation} of \d+ bytes in \S+/one\.tmp-\d+/\w+\.safetensors: {os.strerror(ERRORS[mode])} \(\d+ bytes"
+    where, why = r"\S+/one\.tmp-\d+/\w+\.safetensors", os.strerror(ERRORS[mode])
+    wanted = rf"{operation} of \d+ bytes in {where}: {why} \([\d.]+[KMG]?i?B free"
     assert re.search(wanted, told["text"]), told["text"]
     assert told["as before"], "what was there changed, or something half-written was left beside it"
 
