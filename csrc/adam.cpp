@@ -136,7 +136,7 @@ constexpr int64_t kWatchNs = 100000; // longer than Python takes from one call t
 
 void update(UpdateArgs *const *spans, int64_t num_spans, int num_threads) {
   // Never destroyed: threads that sleep at the end of the process must not be waited for.
-  static Pool *team = new (std::nothrow) Pool(kWatchNs);
+  static Pool *team = new (std::nothrow) Pool(kWatchNs, true);
   int64_t num_tiles = 0, num_elements = 0;
   for (int64_t i = 0; i < num_spans; ++i) {
     set_keys(*spans[i]);

@@ -1,5 +1,5 @@
 // The back end by io_uring: each caller has a ring of its own, keeps a few requests under way on it, and takes the sums
-// beside them.  There is no thread of ours in between.
+// beside them, with one thread of ours to help.
 //
 // [Note: going on without a ring] What the system refuses at any time (a ring, a call on it, a request) is done by
 // plain calls: what the kernel has not taken is taken back, what it has is waited for, and from then on this back end
@@ -13,6 +13,9 @@
 // [Note: the end of a read] Of what a read has left, at most three quarters are under way.  A drive behind a hypervisor
 // may answer only once its queue is empty, so everything under way comes at once; the sums of such a batch run beside
 // the next one, and the last, with nothing beside it, is one request instead of a whole queue.
+//
+// [Note: sums on two cores] A computation that all cores share ends with its slowest thread, so a core that sums for a
+// millisecond costs it a millisecond, and two that sum for half of one cost half.
 #include "io_work.h"
 #include "pool.h"
 #include "ring.h"
@@ -26,6 +29,7 @@ namespace {
 
 constexpr int kMaxDepth = 64;
 constexpr int kMaxBusy = 100;                    // in one transfer
+constexpr int kTogether = 2;                     // requests summed between two looks at what came
 constexpr size_t kRegionBytes = size_t(1) << 30; // the most that one fixed buffer may be
 enum Stage { kNone = 0, kSetup = 1, kCall = 2, kRequest = 3 };
 
@@ -35,12 +39,25 @@ bool is_refusal(int error) {
          error == ENOMEM || error == EBADF || error == EFAULT;
 }
 
+// Requests to be summed by halves.
+struct Sums {
+  Request *requests[kTogether];
+  int64_t count = 0;
+
+  static bool half(void *self, int64_t index) {
+    Request &request = *static_cast<Sums *>(self)->requests[index / 2];
+    const int64_t all = request.num_pieces(), middle = all / 2;
+    sum_pieces(request, index % 2 ? middle : 0, index % 2 ? all : middle);
+    return true;
+  }
+};
+
 // One transfer on one ring.
 class Flight {
 public:
-  Flight(Ring &ring, Work &work, int depth)
-      : ring_(ring), work_(work), sums_aside_(work.transfer.write && work.transfer.table), depth_(depth),
-        at_(work.transfer.offset) {
+  Flight(Ring &ring, Work &work, int depth, Pool &summing)
+      : ring_(ring), work_(work), summing_(summing), sums_aside_(work.transfer.write && work.transfer.table),
+        depth_(depth), at_(work.transfer.offset) {
     for (int i = 0; i < 2 * depth; ++i)
       free_[num_free_++] = i;
   }
@@ -56,7 +73,7 @@ public:
       } else if (!num_due_) {
         ring_.wait_outside();
       }
-      if (!reap() && num_due_) sum(due_[--num_due_]);
+      if (!reap() && num_due_) sum();
     }
   }
 
@@ -135,15 +152,22 @@ private:
   }
 
   void arrived(int slot) {
-    if (sums_aside_)
+    if (sums_aside_ || !work_.transfer.table)
       finish(slot);
     else
       due_[num_due_++] = slot;
   }
 
-  void sum(int slot) {
-    if (sums_aside_) sum_request(work_, slots_[slot]);
-    finish(slot);
+  // See [Note: sums on two cores].
+  void sum() {
+    const int from = num_due_ < kTogether ? 0 : num_due_ - kTogether, before = num_due_;
+    Sums sums;
+    while (num_due_ > from)
+      sums.requests[sums.count++] = &slots_[due_[--num_due_]];
+    Job job{Sums::half, &sums, 2 * sums.count, 2};
+    summing_.run(job, true);
+    for (int i = from; i < before; ++i)
+      finish(due_[i]);
   }
 
   void finish(int slot) {
@@ -154,6 +178,7 @@ private:
 
   Ring &ring_;
   Work &work_;
+  Pool &summing_;
   const bool sums_aside_; // see [Note: sums beside the drive]
   int num_busy_ = 0;
   int depth_, num_flying_ = 0, num_due_ = 0, num_free_ = 0;
@@ -215,7 +240,8 @@ private:
       ring.seen_fixes = num_regions_;
     }
     ring.use_file(work.transfer.fd);
-    Flight flight(ring, work, depth_);
+    summing_.grow(1);
+    Flight flight(ring, work, depth_, summing_);
     flight.run();
     ring.use_file(-1);
     if (flight.stage()) refuse(flight.stage(), flight.error());
@@ -280,6 +306,7 @@ private:
   unsigned num_regions_ = 0;
   std::atomic<int> fell_{0}; // what fallen() answers, in one word: a refusal is never read by halves
   Pool pool_;
+  Pool summing_{0, true}; // one thread, which helps all callers
 };
 
 } // namespace

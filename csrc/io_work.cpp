@@ -14,25 +14,8 @@ constexpr int kMaxStalls = 8;         // tries in a row without a byte (or a blo
 constexpr int kMaxTries = 4096;       // system calls for one request; a block each would take 4096 of 16 MiB
 constexpr int kMaxInterrupts = 10000; // EINTR in a row
 
-int64_t entry_of(const unsigned char *buffer, int64_t count) {
-  return count << 32 | int64_t(crc32c(buffer, size_t(count)));
-}
-
-bool check_piece(Work &work, const unsigned char *buffer, int64_t at, int64_t count, int64_t stored) {
-  int64_t found = entry_of(buffer, count);
-  if (found == stored) return true;
-  int64_t piece = (at - work.transfer.origin) / kPieceBytes;
-  return work.fail({2, 0, at, stored >> 32, count, piece, stored & 0xffffffff, found & 0xffffffff});
-}
-
-// Calls step(buffer, file offset, length, table entry, index) for each piece of a request.
-template <class Step> bool each_piece(const Work &work, const Request &request, Step step) {
-  for (int64_t done = 0, index = 0; done < request.count; done += kPieceBytes, ++index) {
-    int64_t length = request.count - done < kPieceBytes ? request.count - done : kPieceBytes;
-    int64_t &entry = work.transfer.table[(request.at + done - work.transfer.origin) / kPieceBytes];
-    if (!step(request.buffer + done, request.at + done, length, entry, index)) return false;
-  }
-  return true;
+bool damaged(Work &work, int64_t at, int64_t piece, int64_t stored, int64_t found) {
+  return work.fail({2, 0, at, stored >> 32, found >> 32, piece, stored & 0xffffffff, found & 0xffffffff});
 }
 
 } // namespace
@@ -80,22 +63,25 @@ bool next_request(const Work &work, int64_t &at, int64_t limit, Request &out) {
   return false;
 }
 
-void sum_request(const Work &work, Request &request) {
-  if (!work.transfer.table || !work.transfer.write) return;
-  each_piece(work, request, [&](unsigned char *from, int64_t, int64_t length, int64_t &, int64_t index) {
-    request.sums[index] = entry_of(from, length);
-    return true;
-  });
+void sum_pieces(Request &request, int64_t first, int64_t last) {
+  for (int64_t piece = first; piece < last; ++piece) {
+    int64_t done = piece * kPieceBytes, left = request.count - done, length = left < kPieceBytes ? left : kPieceBytes;
+    request.sums[piece] = length << 32 | int64_t(crc32c(request.buffer + done, size_t(length)));
+  }
 }
 
 bool end_request(Work &work, const Request &request) {
-  if (!work.transfer.table) return true;
-  bool write = work.transfer.write;
-  return each_piece(work, request, [&](unsigned char *to, int64_t at, int64_t length, int64_t &entry, int64_t index) {
-    if (!write) return check_piece(work, to, at, length, entry);
-    entry = request.sums[index];
-    return true;
-  });
+  const Transfer &t = work.transfer;
+  if (!t.table) return true;
+  const int64_t first = (request.at - t.origin) / kPieceBytes;
+  for (int64_t piece = 0; piece < request.num_pieces(); ++piece) {
+    int64_t &entry = t.table[first + piece];
+    if (t.write)
+      entry = request.sums[piece];
+    else if (entry != request.sums[piece])
+      return damaged(work, request.at + piece * kPieceBytes, first + piece, entry, request.sums[piece]);
+  }
+  return true;
 }
 
 int move_rest(const Work &work, const Request &request, int64_t &moved) {
@@ -124,10 +110,11 @@ int move_rest(const Work &work, const Request &request, int64_t &moved) {
 }
 
 bool plain_request(Work &work, Request &request) {
-  sum_request(work, request);
   int64_t moved = 0;
   int error = move_rest(work, request, moved);
-  return error ? work.fail(error, request, moved) : end_request(work, request);
+  if (error) return work.fail(error, request, moved);
+  if (work.transfer.table) sum_pieces(request, 0, request.num_pieces());
+  return end_request(work, request);
 }
 
 } // namespace offloadz

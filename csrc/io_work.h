@@ -8,12 +8,14 @@ namespace offloadz {
 
 class Pool;
 
-// A run of whole pieces inside one request's bounds.  `sums` is taken of what is about to be written.
+// A run of whole pieces inside one request's bounds, and the sum of each.
 struct Request {
   unsigned char *buffer;
   int64_t at;
   int64_t count;
   int64_t sums[kMaxRequestBytes / kPieceBytes];
+
+  int64_t num_pieces() const { return (count + kPieceBytes - 1) / kPieceBytes; }
 };
 
 struct Work {
@@ -34,10 +36,11 @@ struct Work {
 // or before a piece never written; such pieces are filled with zeros on the way.  Moves `at` on; false at the limit.
 bool next_request(const Work &work, int64_t &at, int64_t limit, Request &out);
 
-// Takes the sums of what a request writes, at any time before its end; a read has none yet.
-void sum_request(const Work &work, Request &request);
-// Once a request is moved: compares (reads), or stores its sums (writes: an entry never speaks of bytes that were not
-// written); false where a piece is not what was written, which is noted.
+// Takes the sums of a request's pieces from `first` to below `last`: of a write at any time before its end, of a read
+// once it is moved.
+void sum_pieces(Request &request, int64_t first, int64_t last);
+// Once a request is moved and summed: compares (reads), or stores its sums (writes: an entry never speaks of bytes that
+// were not written); false where a piece is not what was written, which is noted.
 bool end_request(Work &work, const Request &request);
 
 // Moves the rest of a request, of which `moved` bytes are done, by pread64 or pwrite64; 0 or an errno.

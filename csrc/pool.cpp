@@ -143,7 +143,7 @@ bool Pool::run(Job &job, bool help) {
     return true;
   }
   std::unique_lock<std::mutex> lock(mutex_);
-  if (watch_ns_ > 0 && help) keep_off(sched_getcpu());
+  if (yields_ && help) keep_off(sched_getcpu());
   job.after = head_;
   head_ = &job;
   ++calls_;

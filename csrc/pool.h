@@ -32,8 +32,9 @@ struct Job {
 
 class Pool {
 public:
-  // With `watch_ns`, how long a thread without work looks on, the threads also leave the caller's core to him.
-  explicit Pool(int64_t watch_ns = 0) : watch_ns_(watch_ns) {}
+  // `watch_ns`: how long a thread without work looks on.  `yields`: the threads leave the core of a caller that works
+  // too to him.
+  explicit Pool(int64_t watch_ns = 0, bool yields = false) : watch_ns_(watch_ns), yields_(yields) {}
   ~Pool(); // joins the threads; no call may be in run() any more
   // Starts threads until there are `num_threads`; returns how many there are (fewer when the system refuses one).
   int grow(int num_threads);
@@ -52,6 +53,7 @@ private:
   void keep_off(int core);
 
   const int64_t watch_ns_;
+  const bool yields_;
   int kept_off_ = -1;              // the core that the threads leave to the caller
   std::atomic<uint32_t> calls_{0}; // grows whenever there may be something to do
   std::mutex mutex_;
