@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from offloadz.plan.ahead import found
 from offloadz.plan.ops import Op, Program
 from offloadz.plan.placement import Placement
 from offloadz.plan.shapes import ParamInfo, TableInfo, make_spec
 from offloadz.plan.spec import PAGE_BYTES, ModelSpec
-from offloadz.plan.steps import Backward, Finish, Forward, Owed, Phase, Turn, Updates, build
+from offloadz.plan.steps import Backward, Finish, Forward, Owed, Phase, Turn, Updates, build, leaves
 
 Identity = tuple[object, ...]
 
@@ -56,16 +57,18 @@ def step_program(
     spec: ModelSpec, placement: Placement, micros: int = 2, sweeps: int = 1, flush: bool = True, fetched: bool = False
 ) -> Program:
     """The sequential program of a step in which all updates of the step before are due, and with `flush` of its own at
-    the end; `fetched`: what the first of them read was fetched by the program before, which had none."""
+    the end; `fetched`: what the first of them read was left in slots by the program before, which had none."""
     phases: list[Phase] = []
     for sweep in range(sweeps):
         phases += one_pass(spec, micros, sweep * len(spec.seats), sweep == sweeps - 1)
     phases.append(Finish(tables(spec)))
-    program = build(spec, placement, tuple(phases), Owed(trained_units(spec), fetched=fetched))
+    left = found(leaves(spec, placement, phases)) if fetched else ()
+    program = build(spec, placement, tuple(phases), Owed(trained_units(spec), left=left))
     if not flush:
         return program
     step = tuple(op for op in program.ops if op.phase != "ahead")
-    own = build(spec, placement, (Updates(),), Owed(trained_units(spec)))
+    stay = {value: slot for value, slot in program.left.items() if not value.endswith("@ahead")}
+    own = build(spec, placement, (Updates(),), Owed(trained_units(spec), left=found(stay)))
     return Program(step + own.ops, held=program.held)
 
 

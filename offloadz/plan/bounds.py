@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from math import inf
 from typing import NamedTuple
 
-from offloadz.plan.ahead import fetched_ahead
+from offloadz.plan.ahead import fetched_ahead, staying_bytes
 from offloadz.plan.alike import once, seats_alike, unit_kinds
 from offloadz.plan.footprint import Batch, num_saved, saved_bytes
 from offloadz.plan.left import GRAPH, PRODUCTS, left_by
@@ -155,9 +155,10 @@ def _updates(spec: ModelSpec, placement: Placement, passing: Collection[str]) ->
     """What updates move, and gradients on their way home once they are whole."""
     trained, state, gradients, weights = _sizes(spec)
     state, weights = state * (placement.optimizer == "disk"), weights * (placement.parameters == "disk")
-    stored = gradients * (placement.gradients == "disk" and placement.commit != "in_place")
+    stay = staying_bytes(spec, placement) if placement.commit == "hold" else 0
+    stored = (gradients - stay) * (placement.gradients == "disk" and placement.commit != "in_place")
     moved = ("drain.g" not in passing) * (gradients // 2 if placement.direct else gradients)  # direct: read alone
-    read = state + gradients * (placement.gradients == "disk" and placement.commit == "hold")
+    read = state + (gradients - stay) * (placement.gradients == "disk" and placement.commit == "hold")
     return Work(read, state + weights, cpu=trained), Work(disk_write=stored, d2h=moved)
 
 

@@ -11,7 +11,7 @@ on the drive before the weights of the third block, and the forward would wait f
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from offloadz.plan.errors import DoesNotFit
@@ -47,9 +47,9 @@ def pool_of(value: str, placement: Placement) -> str:
 def place(program: Program, placement: Placement) -> Program:
     """Values away from home get slots; raises DoesNotFit naming the pool when it is too small.
 
-    What is `held` has one until its last use; what is `left` is made last, in the one that is told.
+    What is `held` has one until its last use; what is `left` is made last, in the one that is told, and keeps it.
     """
-    away = pools_of(program, placement)
+    away, end = pools_of(program, placement), len(program.ops)
     lasts = iter(last_uses(program, away))
     fresh = [(-1, slot) for slot in range(placement.slots)]
     pools: dict[str, list[tuple[int, int]]] = {}
@@ -59,25 +59,33 @@ def place(program: Program, placement: Placement) -> Program:
         slots = pools.setdefault(pool, fresh.copy())
         slots.remove((-1, int(number)))
         slots.append((next(lasts), int(number)))
-    where = {**program.held, **program.left}
+    where = {**program.left, **program.held}
     ops = []
     for index, op in enumerate(program.ops):
         reads = tuple(map(where.get, op.reads, op.reads))
         for value in op.writes:
             if value in away and value not in op.reads:
                 pool = away[value]
-                slots = pools.setdefault(pool, fresh.copy())
-                free = next((at for at, (until, _) in enumerate(slots) if until < index), None)
+                slots, until = pools.setdefault(pool, fresh.copy()), next(lasts)
+                told = program.left[value] if until == end else ""
+                free = _free(slots, index, told)
                 if free is None:
                     raise DoesNotFit(
                         f"pool {pool} has {placement.slots} slots and op {index} ({op.verb}) needs one more;"
                         " raise offload.slots"
                     )
                 slot = slots.pop(free)[1]
-                slots.append((next(lasts), slot))
+                slots.append((until, slot))
                 where[value] = f"{pool}#{slot}"
         ops.append(op.at(reads, tuple(map(where.get, op.writes, op.writes))))
     return Program(tuple(ops), {pool: len(slots) for pool, slots in pools.items()}, program.held, program.left)
+
+
+def _free(slots: Sequence[tuple[int, int]], index: int, told: str) -> int | None:
+    """Where among `slots` the first is that is free for op `index`, or the one that is `told`; None where none is."""
+    number = int(told.partition("#")[2] or -1)
+    free = (at for at, (until, slot) in enumerate(slots) if until < index and number in (-1, slot))
+    return next(free, None)
 
 
 def pools_of(program: Program, placement: Placement) -> dict[str, str]:
@@ -86,9 +94,9 @@ def pools_of(program: Program, placement: Placement) -> dict[str, str]:
     return {value: pool for value in values if (pool := pool_of(value, placement))}
 
 
-def last_uses(program: Program, away: Container[str]) -> list[int]:
+def last_uses(program: Program, away: Mapping[str, str]) -> list[int]:
     """For each value that is held, and each time that one `away` from home is made, in their order: the index of the
-    last op that touches it; -1 where none does."""
+    last op that touches it; -1 where none does, and one past the last op where it is left."""
     made = {value: number for number, value in enumerate(program.held)}
     lasts = [-1] * len(made)
     for index, op in enumerate(program.ops):
@@ -101,6 +109,8 @@ def last_uses(program: Program, away: Container[str]) -> list[int]:
                 lasts.append(index)
             elif value in made:
                 lasts[made[value]] = index
+    for value in away.keys() & program.left.keys():
+        lasts[made[value]] = len(program.ops)
     return lasts
 
 

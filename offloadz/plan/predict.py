@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from offloadz.plan.ahead import found, trained_tables
 from offloadz.plan.alike import once
 from offloadz.plan.beside import Queues, SharedLane, settled
 from offloadz.plan.footprint import HEAD_CHUNK_TOKENS, Batch, saved_bytes
@@ -24,7 +25,7 @@ from offloadz.plan.products import again_bytes, product_token_bytes
 from offloadz.plan.recipes import Recipe
 from offloadz.plan.shared import Sharing, shared_s
 from offloadz.plan.spec import ITEM_BYTES, PART_ELEMENTS, PIECE_BYTES, ModelSpec, Unit, aligned
-from offloadz.plan.steps import Backward, Finish, Forward, Owed, Phase, Turn
+from offloadz.plan.steps import Backward, Finish, Forward, Owed, Phase, Turn, leaves
 from offloadz.plan.tempo import Steady, steady
 from offloadz.plan.timeline import Timeline, from_virtual
 from offloadz.plan.unread import unread_elements
@@ -100,10 +101,7 @@ def training_phases(spec: ModelSpec, sweeps: int, num_micros: int, kept: int = 0
             turns.append(Turn(seat, sweep * len(spec.seats) + seat, micros, seat >= lowest, left.get(seat, "")))
         back = tuple(t for t in reversed(turns) if t.graded)
         phases += [Forward(tuple(turns)), Backward(back, last=sweep == sweeps - 1)]
-    tables = tuple(
-        i for i, s in enumerate(spec.seats) if s.kind == "table" and any(spec.units[u].trainable for u in s.units)
-    )
-    return (*phases, Finish(tables))
+    return (*phases, Finish(trained_tables(spec)))
 
 
 def step_program(spec: ModelSpec, placement: Placement, batch: Batch) -> Program:
@@ -132,7 +130,8 @@ def _steady(spec: ModelSpec, placement: Placement, sweeps: int, num_micros: int)
     held = placement.commit == "hold"  # else a step leaves no update to the next
     pending = tuple(i for i, unit in enumerate(spec.units) if unit.trainable and held)
     phases = training_phases(spec, sweeps, num_micros, placement.kept, placement.cheap)
-    program = program_of(spec, placement, phases, Owed(pending, unended=True, fetched=held))
+    left = found(leaves(spec, placement, phases))
+    program = program_of(spec, placement, phases, Owed(pending, unended=True, left=left))
     queues = Queues(dict.fromkeys(op.lane for op in program.ops))  # in one order always: sums of seconds depend on it
     simulate(program, queues.by_name)
     return steady(spec, program, queues)

@@ -14,11 +14,11 @@ for the state.  With `commit = "in_place"` there is no spare and nothing is kept
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain, pairwise
 
-from offloadz.plan.ahead import fetched_ahead
+from offloadz.plan.ahead import fetched_ahead, scattered, stays
 from offloadz.plan.left import GRAPH, PRODUCTS
 from offloadz.plan.ops import Program
 from offloadz.plan.placement import Placement, accumulates
@@ -87,8 +87,8 @@ class Owed:
     """Units whose stored gradient holds an open fp32 sum."""
     unended: bool = False
     """Whether a step was decided and the end of its updates (`Placement.ending`) is to come."""
-    fetched: bool = False
-    """Whether what the first updates read lies in slots (`ahead.py`)."""
+    left: tuple[tuple[str, str], ...] = ()
+    """Values that the first updates read and that lie in slots, with those slots (`ahead.py`)."""
 
 
 NOTHING = Owed()
@@ -106,9 +106,10 @@ def graph_of(turn: Turn, unit: int, micro: int) -> tuple[str, ...]:
 def build(spec: ModelSpec, placement: Placement, phases: tuple[Phase, ...], owed: Owed = NOTHING) -> Program:
     """The sequential program of `phases`.  Places are values on tiers; run `passes.compiled` on the result."""
     pending, unended = list(owed.pending), owed.unended or bool(owed.pending)
-    ahead = fetched_ahead(spec, placement)
-    held = {one.at("host"): one.slot for one in ahead if owed.fetched}
-    script = Script(spec, placement, pending, unended, held=set(held), grads=dict.fromkeys(owed.summed, "sum"))
+    held, left = dict(owed.left), leaves(spec, placement, phases)
+    script = Script(
+        spec, placement, pending, unended, held=set(held), staying=left, grads=dict.fromkeys(owed.summed, "sum")
+    )
     for phase in phases:
         if isinstance(phase, Forward):
             for turn in phase.turns:
@@ -128,14 +129,17 @@ def build(spec: ModelSpec, placement: Placement, phases: tuple[Phase, ...], owed
         else:
             script.updates(tuple(script.pending))
     script.apply()
-    leaving = ahead if fetches_ahead(placement, phases) else ()
-    script.fetch_ahead(leaving)
-    return Program(tuple(script.ops), held=held, left={one.at("ahead"): one.slot for one in leaving})
+    script.fetch_ahead(one for one in fetched_ahead(spec, placement) if one.at("ahead") in left)
+    return Program(tuple(script.ops), held=held, left=left)
 
 
-def fetches_ahead(placement: Placement, phases: Sequence[Phase]) -> bool:
-    """Whether a program of these phases ends with updates to come, and so with what the first of them read."""
-    return placement.commit == "hold" and any(isinstance(phase, Finish) for phase in phases)
+def leaves(spec: ModelSpec, placement: Placement, phases: Sequence[Phase]) -> dict[str, str]:
+    """What a program of these phases, if it ends with updates to come, leaves for the first of them, and its slots."""
+    tables = next((phase.tables for phase in phases if isinstance(phase, Finish)), None)
+    if placement.commit != "hold" or tables is None:
+        return {}
+    fetched = {one.at("ahead"): one.slot for one in fetched_ahead(spec, placement)}
+    return fetched | {f"g{unit}@host": slot for unit, slot in stays(spec, placement, tables).items()}
 
 
 @dataclass
@@ -144,6 +148,8 @@ class Script(Upkeep):
 
     grads: dict[int, str] = field(default_factory=dict)
     """Per unit: `sum` while terms may still come, `done` once rounded."""
+    staying: Mapping[str, str] = field(default_factory=dict)
+    """What has to be in slots at the end (`leaves`)."""
     leaving: list[tuple[Turn, int, int]] = field(default_factory=list)
     """Inputs (turn, unit, micro-batch) that were computed from and are still live."""
 
@@ -311,11 +317,12 @@ class Script(Upkeep):
         if last and self.placement.direct:
             nbytes = self.grad_bytes(unit, last) // 2  # read, and not written
             self.emit("d2h", "square.g", reads=places, writes=places, unit=unit, nbytes=nbytes)
-        in_place = last and self.placement.commit == "in_place"
-        route = ("compute", "host") if in_place else self.placement.grad_route
+        stays = last and self.stays(unit)
+        route = self.placement.grad_route
+        route = tuple(dict.fromkeys((route[0], "host"))) if stays else route
         for tier, onward in pairwise(route):
             lane, verb = HOPS[tier, onward]
-            final = onward == route[-1] and not in_place
+            final = onward == route[-1] and not stays
             home = self.home("g", unit, onward) if last else self.sums(unit, onward)
             target = home if final else (f"g{unit}@{onward}",)
             verb = f"{verb}.g" if tier != "compute" else ("drain.g" if last else "save.g")
@@ -327,6 +334,10 @@ class Script(Upkeep):
         if self.placement.slots == 1:
             self.apply()  # the one slot of gradients is needed again
 
+    def stays(self, unit: int) -> bool:
+        """Whether a gradient, once whole, goes no further than to a host slot: its update takes it from there."""
+        return self.placement.commit == "in_place" or f"g{unit}@host" in self.staying
+
     def grad_bytes(self, unit: int, last: bool) -> int:
         """Bytes a gradient moves on this rank: in each section's own dtype once rounded, else fp32."""
         owner = self.spec.units[unit]
@@ -337,16 +348,14 @@ class Script(Upkeep):
         """Add the rows of looked-up tables, round what is still an open sum, then the norm over all gradients."""
         self.phase = "finish"
         self.apply()
-        for seat in tables:
-            for unit in self.spec.seats[seat].units:
-                if not self.spec.units[unit].trainable:
-                    continue
-                slope = self.open_gradient(unit)
-                self.compute("scatter", Turn(seat, -1), unit, -1, slope, slope)
-                self.close_gradient(unit, True)
-                self.apply()
-        for unit in sorted(u for u, state in self.grads.items() if state == "sum"):
+        looked_up = scattered(self.spec, tables)
+        for unit in sorted(u for u, state in self.grads.items() if state == "sum" and u not in dict(looked_up)):
             self.open_gradient(unit)
+            self.close_gradient(unit, True)
+            self.apply()
+        for unit, seat in looked_up:
+            slope = self.open_gradient(unit)
+            self.compute("scatter", Turn(seat, -1), unit, -1, slope, slope)
             self.close_gradient(unit, True)
             self.apply()
         self.emit("device", "norm", reads=self.decided_by(), writes=(NORM,))
@@ -355,4 +364,5 @@ class Script(Upkeep):
         """Places from which the norm is known: all gradients at home, or all weights already updated."""
         if self.placement.commit == "in_place":
             return tuple(p for u in self.grads for p in self.home("w", u, self.placement.parameters))
-        return tuple(p for u in self.grads for p in self.home("g", u, self.placement.gradients))
+        homes = (self.home("g", u, self.placement.gradients) for u in self.grads if not self.stays(u))
+        return (*chain.from_iterable(homes), *(f"g{u}@host" for u in self.grads if self.stays(u)))

@@ -50,7 +50,7 @@ class Upkeep:
     arrived: list[tuple[int, tuple[str, ...]]] = field(default_factory=list)
     """Units whose gradient has just been rounded, to be updated at once, and the host slot of their weights, if any."""
     held: set[str] = field(default_factory=set)
-    """Values that the program before has fetched for the updates of this one (`ahead.py`)."""
+    """Values that the program before has left in slots for the updates of this one (`ahead.py`)."""
     updated: dict[int, tuple[str, ...]] = field(default_factory=dict)
     """Host slots of weights that were updated in them and that a block can compute from."""
 
@@ -153,8 +153,10 @@ class Upkeep:
             self.updated[unit] = self.carry("w", ("disk", "host"), unit, owner.weight_bytes)
             self.in_slot(unit, self.updated[unit], known=(NORM,))
             return
-        for parts in self.together(unit):
-            self.update(unit, parts, known=(NORM,))
+        slot = tuple(self.held & {f"g{unit}@host"})
+        self.held.difference_update(slot)
+        for parts in self.together(unit, slot):
+            self.update(unit, parts, slot, known=(NORM,))
         self.spread(unit)
 
     def in_slot(

@@ -23,6 +23,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
+from offloadz.plan.ahead import found, scattered
 from offloadz.plan.errors import UpdateFailed
 from offloadz.plan.left import left_by
 from offloadz.plan.ops import LANES, Op, Program
@@ -222,10 +223,8 @@ class Session:
             self._start((end,))
         self.script.popleft()
         self.history.append(("finish", end, True))
-        for seat in tables:
-            for unit in self.spec.seats[seat].units:
-                if self.spec.units[unit].trainable:
-                    self.compute(partial(scatter, seat))
+        for _, seat in scattered(self.spec, tables):
+            self.compute(partial(scatter, seat))
         self.compute(_nothing, on_host=True)
         self.room.forget_inputs()
         self._drain()  # bytes that the updates of the step before still store are counted with this one's
@@ -243,8 +242,8 @@ class Session:
         if units and self.tell is not None:
             self.room.told = self.tell()  # now and not at the flip: by then the caller is in its next step
         self.room.due, pending = ({}, ()) if taken else ({**due}, units)
-        fetched = self.walk is not None and bool(self.walk.program.left)
-        self.owed, self.due_step = Owed(pending, unended=bool(units), fetched=fetched), self.step
+        left = found(self.walk.program.left) if self.walk is not None else ()
+        self.owed, self.due_step = Owed(pending, unended=bool(units), left=left), self.step
 
     def commit_by(self, commit: str) -> None:
         """From the next step on: `hold`, or `shadow` where the room was made for it."""

@@ -14,6 +14,7 @@ from test_command import run
 from test_fastest import asked, desktop, fresh, llama
 
 import offloadz.plan.predict as predicting
+from offloadz.plan.ahead import found
 from offloadz.plan.beside import Queues, SharedLane, settled
 from offloadz.plan.footprint import Batch
 from offloadz.plan.more import More, more_of
@@ -24,7 +25,7 @@ from offloadz.plan.predict import step_program, training_phases
 from offloadz.plan.question import Question
 from offloadz.plan.recipes import STATES, Recipe
 from offloadz.plan.shorter import shorter
-from offloadz.plan.steps import Owed
+from offloadz.plan.steps import Owed, leaves
 from offloadz.plan.words import human, lasting
 
 GIB = 1 << 30
@@ -114,7 +115,8 @@ def test_formats_of_the_state_share_their_programs() -> None:
         for state in STATES:
             part = shorter(spec.with_recipe(Recipe(state)))[0]
             due = tuple(range(len(part.units))) if place.commit == "hold" else ()
-            alone = program_of(part, place, training_phases(part, 1, 4), Owed(due, unended=True, fetched=bool(due)))
+            left = found(leaves(part, place, training_phases(part, 1, 4)))
+            alone = program_of(part, place, training_phases(part, 1, 4), Owed(due, unended=True, left=left))
             shared = step_program(part, place, batch)
             assert shared.ops == alone.ops and any(op.verb.endswith(".s") for op in shared.ops)
     assert spec.with_recipe(Recipe("int8")) is spec.with_recipe(Recipe("bf16")).with_recipe(Recipe("int8"))
