@@ -15,6 +15,7 @@ free, so the figures say what the plan and the lanes do, not what the machine ca
 `slow_disk_vs_lane_and_fill`: with a drive half as fast, whose reads must then be the named bottleneck.
 `hold_on_disk_vs_slowest_lane`, `shadow_on_disk_vs_slowest_lane`: with the optimizer's state on disk too.
 `hold_on_disk_vs_simulated`, `shadow_on_disk_vs_simulated`: over the run's own program, simulated at these rates.
+`hold_on_disk_accounted`, `shadow_on_disk_accounted`: of those, as `accounted_vs_reported`.
 `forward_vs_slowest_lane`, `forward_one_slot_vs_sum`: of passes without gradients, from a standing start.
 """
 
@@ -234,6 +235,7 @@ def measure(path: Path, times: int, pace: Pace) -> dict[str, Any]:
         "slow_disk_vs_lane_and_fill": over(slow, slower.fill_s),
         **{f"{commit}_on_disk_vs_slowest_lane": over(found) for commit, found in disk.items()},
         **{f"{commit}_on_disk_vs_simulated": f["wall_s"] / f["simulated_s"] for commit, f in disk.items()},
+        **{f"{commit}_on_disk_accounted": f["accounted"] for commit, f in disk.items()},
         "forward_vs_slowest_lane": over(forward[2]),
         "forward_one_slot_vs_sum": forward[1]["wall_s"]
         / (forward[1]["busy_s"]["device"] + forward[1]["busy_s"]["disk_read"]),

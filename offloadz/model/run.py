@@ -61,6 +61,7 @@ class StepReport:
     step_s: float = 0.0
     busy_s: dict[str, float] = field(default_factory=dict)
     wait_s: float = 0.0
+    """What the computation waited for other lanes: at its ops, and at the step's end until all have come to rest."""
     bottleneck: str = ""
     """The lane that was busy longest."""
     bytes: dict[str, int] = field(default_factory=dict)

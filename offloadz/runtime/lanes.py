@@ -18,7 +18,7 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from offloadz.memory.heap import Growth
@@ -61,11 +61,12 @@ class Clock:
     def catch_up(self) -> None:
         """Take in what has ended since; a thread notes its times at once."""
 
-    def add(self, op: Op, asked_s: float, start_s: float, end_s: float) -> None:
+    def add(self, op: Op | None, asked_s: float, start_s: float, end_s: float) -> None:
+        """An op that was asked for, begun and done; none where the lane has only waited."""
         self.busy_s += end_s - start_s
         self.wait_s += start_s - asked_s
         trace = self.trace
-        if trace is not None:  # the one who asked may stop between these lines
+        if trace is not None and op is not None:  # the one who asked may stop between these lines
             trace.append((op, start_s, end_s))
 
 
@@ -158,8 +159,13 @@ class InlineLane:
         event.set()
         return event
 
-    def drain(self) -> None:
-        """Wait until all that was submitted is done; it is when `submit` returns."""
+    def rest(self, workers: Iterable[WorkerLane]) -> None:
+        """Wait until all that was submitted, here and to `workers`, is done or has failed."""
+        asked = time.perf_counter()
+        for lane in workers:
+            lane.drain()
+        start = time.perf_counter()
+        self.clock.add(None, asked, start, start)
 
     def close(self) -> None:
         """No thread to end: it is the caller's."""

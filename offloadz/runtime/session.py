@@ -310,8 +310,7 @@ class Session:
             self.settle()
 
     def _drain(self) -> None:
-        for lane in (*self.workers.values(), self.inline):
-            lane.drain()
+        self.inline.rest(self.workers.values())
         self.check()
 
     def abandon(self) -> None:

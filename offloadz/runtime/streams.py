@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -98,11 +98,11 @@ class StreamClock(Clock):
 
     def __init__(self) -> None:
         super().__init__()
-        self._ahead: deque[tuple[Op, Mark, Mark, Mark]] = deque()
+        self._ahead: deque[tuple[Op | None, Mark, Mark, Mark]] = deque()
         self._zero: tuple[Mark, float] | None = None
 
-    def later(self, op: Op, asked: Mark, begun: Mark, ended: Mark) -> None:
-        """An op lies between two marks; it could have begun where it was asked for."""
+    def later(self, op: Op | None, asked: Mark, begun: Mark, ended: Mark) -> None:
+        """An op (see `add`) lies between two marks; it could have begun where it was asked for."""
         if self._zero is None:
             self._zero = (asked, time.perf_counter())
         self._ahead.append((op, asked, begun, ended))
@@ -187,9 +187,14 @@ class ComputeLane(InlineLane):
         event.issue(mark)
         return event
 
-    def drain(self) -> None:
-        """Wait until all that was submitted is done; raises what it ran into."""
-        self.stream.mark().synchronize()
+    def rest(self, workers: Iterable[WorkerLane]) -> None:
+        """Wait until all that was submitted, here and to `workers`, is done; raises what this stream ran into."""
+        asked = self.stream.mark()
+        for lane in workers:
+            lane.drain()
+        mark = self.stream.mark()
+        self.clock.later(None, asked, mark, mark)
+        mark.synchronize()
 
     def close(self) -> None:
         """End the stream."""

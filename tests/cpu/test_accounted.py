@@ -5,16 +5,21 @@ No time is asserted: parts of a step are held to the whole of it.
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import pytest
+import torch
 from tiny import ON_DISK, make_model, tables
+from torch import nn
 
+import offloadz
 import offloadz.train.loop as loop
 from offloadz.config import config_from_tables
 from offloadz.plan.timeline import Timeline, read_traces
+from offloadz.runtime.rehearsal import Rehearsal
 from offloadz.train.metrics import METRICS, read_metrics
 
 STEPS = 6
@@ -59,3 +64,27 @@ def test_a_trace_has_the_same_busy_time_and_room_for_the_waiting(finished: Path)
         assert busy_s == pytest.approx(line["busy_s"]["device"], rel=1e-3)
         assert busy_s + line["wait_s"] <= line["step_s"]
         assert found.length_s >= 0.9 * (busy_s + line["wait_s"])
+
+
+@pytest.mark.parametrize(
+    ("commit", "device"), [("hold", "cpu"), ("shadow", "cpu"), ("in_place", "cpu"), ("shadow", "rehearsal")]
+)
+def test_waiting_for_the_last_updates_is_in_the_step(commit: str, device: str, swap: Path) -> None:
+    """Updates that are written once the norm is known end the step; on a slow drive they are most of it."""
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+    where: dict[str, Any] = {"parameters": "disk", "gradients": "host", "optimizer_state": "disk", "commit": commit}
+    where |= {"device": Rehearsal()} if device == "rehearsal" else {}
+    shares = []
+    with offloadz.offload(model, swap=swap, max_grad_norm=1e9 * (commit != "in_place"), **where) as run:
+        write = run.session.room.drive.write
+
+        def slowly(*how: object) -> None:
+            time.sleep(0.05)
+            write(*how)  # type: ignore[arg-type]
+
+        run.session.room.drive.write = slowly  # type: ignore[method-assign]
+        for _ in range(5):
+            run.step({"x": torch.ones(2, 64)}, loss_fn=lambda m, b: m(b["x"]).square().mean())
+            shares.append((run.report.busy_s["device"] + run.report.wait_s) / run.report.step_s)
+        run.session.room.drive.write = write  # type: ignore[method-assign]
+    assert max(shares) <= 1.0 and median(shares[2:]) >= 0.95, shares
